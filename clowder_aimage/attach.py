@@ -19,6 +19,7 @@ from clowder_aimage.content import OnEvent, Overlay, Source, copy
 from clowder_aimage.content.atomic_file import DISK_FULL, open_atomic, write_all
 from clowder_aimage.content.buffer import new_buffer
 from clowder_aimage.content.copy_option import CopyEvent, ignore
+from clowder_aimage.content.file_system import ADVICE
 from clowder_aimage.content.store import Reader, build_file_body
 from clowder_aimage.content.verified_reader import VerifyingReader, read_all
 from clowder_aimage.errors import (
@@ -145,7 +146,8 @@ def _write(source: Source, layer: Descriptor, path: Path, on_event: OnEvent) -> 
                 on_event(CopyEvent("progress", layer, count))
     except OSError as error:
         kind = NoSpaceError if error.errno in DISK_FULL else StoreError
-        raise kind(f"cannot write {path}: {error.strerror or error}") from None
+        advice = ADVICE.get(error.errno or 0)
+        raise kind(f"cannot write {path}: {error.strerror or error}", hint=advice) from None
     on_event(CopyEvent("done", layer, layer.size))
 
 

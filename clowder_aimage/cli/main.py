@@ -126,6 +126,7 @@ _ELSEWHERE = {
     "whoami": "'aimage login HOST' checks the stored credentials of a registry",
 }
 
+_STDOUT = "<stdout>"
 _DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
 EXIT_CODES = """\b
 Exit codes: 0 done, 1 failed, 2 usage, 3 not found, 4 not authorised,
@@ -282,9 +283,45 @@ def _open_standard_streams() -> None:
             descriptor = os.open(os.devnull, os.O_RDWR)
             mode = "w" if number else "r"
             setattr(sys, name, os.fdopen(descriptor, mode, encoding="utf-8", closefd=False))
-    for stream in (sys.stdout, sys.stderr):
+    for name, kind in (("stdout", _Output), ("stderr", _Messages)):
+        stream = getattr(sys, name)
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
+            setattr(sys, name, _replace_stream(stream, kind))
+
+
+class _Output(io.FileIO):
+    """Stdout, whose errors are told from those of other files."""
+
+    def write(self, data: Any) -> int:
+        """Write data. Raises OSError with the name of the stream."""
+        try:
+            return super().write(data)
+        except OSError as error:
+            error.filename = _STDOUT
+            raise
+
+
+class _Messages(io.FileIO):
+    """Stderr; what cannot be written is lost, as no work fails for want of a message."""
+
+    def write(self, data: Any) -> int:
+        """Write data; ignore errors."""
+        try:
+            return super().write(data)
+        except OSError:
+            return len(data)
+
+
+def _replace_stream(stream: io.TextIOWrapper, kind: type[io.FileIO]) -> io.TextIOWrapper:
+    stream.flush()
+    raw = kind(stream.fileno(), "wb", closefd=False)
+    return io.TextIOWrapper(
+        io.BufferedWriter(raw),
+        encoding=stream.encoding,
+        errors="backslashreplace",
+        line_buffering=stream.line_buffering,
+        write_through=stream.write_through,
+    )
 
 
 def _discard_output() -> None:
@@ -295,16 +332,17 @@ def _discard_output() -> None:
 def _convert_system_error(error: OSError) -> AImageError:
     """Return the error for a refusal of the system that no verb expected."""
     from clowder_aimage.content.atomic_file import DISK_FULL
+    from clowder_aimage.content.file_system import ADVICE
 
     subject = f"cannot access {error.filename}" if error.filename else "cannot read or write a file"
-    try:
-        sys.stdout.flush()
-    except OSError:
+    if error.filename == _STDOUT:
         subject = "cannot write to stdout"
         _discard_output()
     message = f"{subject}: {error.strerror or error}"
     if error.errno in DISK_FULL:
         return NoSpaceError(message, hint="free some space")
+    if (advice := ADVICE.get(error.errno or 0)) is not None:
+        return StoreError(message, hint=advice)
     return StoreError(
         message, remedy="file_permissions" if error.errno in _DENIED else "store_calls"
     )

@@ -19,7 +19,7 @@ from typing import BinaryIO
 from clowder_aimage.content.file_system import is_locked, lock, sync_file
 from clowder_aimage.content.open_directory import OpenDirectory
 
-DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 @contextmanager

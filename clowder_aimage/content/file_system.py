@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
 import os
+import stat
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from enum import StrEnum
@@ -27,6 +29,13 @@ _NO_LOCKS = UNSUPPORTED | {errno.ENOLCK, errno.EBADF}
 _NO_SYNC = UNSUPPORTED | _FORBIDDEN | {errno.EBADF, errno.EISDIR}
 # A second name for a file: also another file system, and too many names.
 NO_LINK = UNSUPPORTED | _FORBIDDEN | {errno.EXDEV, errno.EMLINK, errno.EIO}
+# What to do about errors that neither the disk nor its server causes
+ADVICE = {
+    errno.EMFILE: "raise the limit of open files: ulimit -n 4096",
+    errno.ENFILE: "the system has too many open files: end some programs",
+    errno.EFBIG: "use a disk whose file system allows files of that size (FAT32 does not above "
+    "4 GB), and check the limit that 'ulimit -f' prints",
+}
 # Attempts to read a file that another host replaces
 _ATTEMPTS = 6
 T = TypeVar("T")
@@ -117,10 +126,35 @@ def _flock(fd: int, operation: int) -> None:
     try:
         fcntl.flock(fd, operation)
     except PermissionError as error:
-        # SMB has this error for a file that is locked (fcntl(2): EACCES or EAGAIN).
+        # SMB has this error for a file that is locked (fcntl(2): EACCES or EAGAIN), AFS for all.
         if error.errno != errno.EACCES:
             raise
-        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN), error.filename) from None
+        code = errno.EAGAIN if _has_locks(fd) else errno.ENOLCK
+        raise OSError(code, os.strerror(code)) from None
+
+
+def _has_locks(fd: int) -> bool:
+    """Return False if not even a new file can be locked beside an open one."""
+    try:
+        path = Path(f"/proc/self/fd/{fd}").readlink()
+    except OSError:
+        return True
+    return _can_lock_new_file(path if stat.S_ISDIR(os.fstat(fd).st_mode) else path.parent)
+
+
+@functools.lru_cache(maxsize=16)
+def _can_lock_new_file(directory: Path) -> bool:
+    path = directory / f".lock.{os.urandom(8).hex()}"
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            operation = fcntl.LOCK_SH | fcntl.LOCK_NB
+            return _attempt(lambda: fcntl.flock(fd, operation), _FORBIDDEN | _NO_LOCKS)
+        finally:
+            os.close(fd)
+            path.unlink(missing_ok=True)
+    except OSError:
+        return True
 
 
 def open_to_lock(path: str | Path, flags: int, directory: int | None = None) -> int:

@@ -15,7 +15,7 @@ import io
 import os
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -30,9 +30,10 @@ _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 # Attempts to empty a directory: a thread that is being stopped may still create a file.
 _TRIES = 4
 # On SMB a file cannot be replaced while another program has it open; nor on FUSE over such a share.
-_IN_USE = frozenset({errno.EBUSY, errno.ETXTBSY, errno.EACCES, errno.EPERM})
-# Attempts to replace it, after pauses that are doubled: 1.3 seconds together.
-_TRIES_TO_RENAME, _PAUSE = 6, 0.02
+_BUSY = frozenset({errno.EBUSY, errno.ETXTBSY})
+_SHARED = frozenset({errno.EACCES, errno.EPERM})
+# Pauses in seconds before it is tried again: 1.3 seconds together; for a new name the first three.
+_PAUSES = (0.02, 0.04, 0.08, 0.16, 0.32, 0.64)
 
 
 class OpenDirectory:
@@ -161,8 +162,13 @@ class OpenDirectory:
 
     def remove(self, name: str) -> None:
         """Remove a file, if it exists; ignore errors."""
-        with contextlib.suppress(OSError), self._open_parent(name) as (fd, base):
-            os.unlink(base, dir_fd=fd)
+        with contextlib.suppress(OSError):
+            self.unlink(name)
+
+    def unlink(self, name: str) -> None:
+        """Remove a file."""
+        with self._open_parent(name) as (fd, base):
+            unlink(base, fd)
 
     def remove_tree(self, name: str) -> None:
         """Remove a directory with its contents; ignore errors."""
@@ -211,14 +217,34 @@ def _replace(name: str, new: str, directory: int | None, into: int | None) -> No
 
     Raises OSError.
     """
-    for count in range(_TRIES_TO_RENAME):
+    _attempt_again(
+        lambda: os.replace(name, new, src_dir_fd=directory, dst_dir_fd=into),
+        _BUSY | _SHARED,
+        lambda: _PAUSES if _exists(new, into) else _PAUSES[:3],
+    )
+
+
+def unlink(path: str | Path, directory: int | None = None) -> None:
+    """Remove a name; wait a moment for a program that has it open on a share. Raises OSError."""
+    _attempt_again(lambda: os.unlink(path, dir_fd=directory), _BUSY, lambda: _PAUSES[:3])
+
+
+def _attempt_again(
+    call: Callable[[], object], codes: frozenset[int], choose: Callable[[], Sequence[float]]
+) -> None:
+    """Make a call, again after each pause while it fails with these codes. Raises OSError."""
+    pauses: Iterator[float] | None = None
+    while True:
         try:
-            return os.replace(name, new, src_dir_fd=directory, dst_dir_fd=into)
+            call()
         except OSError as error:
-            if error.errno not in _IN_USE or not _exists(new, into):
+            pauses = iter(choose()) if pauses is None else pauses
+            pause = next(pauses, None)
+            if error.errno not in codes or pause is None:
                 raise
-        time.sleep(_PAUSE * 2**count)
-    return os.replace(name, new, src_dir_fd=directory, dst_dir_fd=into)
+            time.sleep(pause)
+        else:
+            return
 
 
 def _exists(name: str, directory: int | None) -> bool:

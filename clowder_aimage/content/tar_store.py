@@ -21,6 +21,7 @@ from clowder_aimage.content.atomic_file import DISK_FULL
 from clowder_aimage.content.buffer import new_buffer
 from clowder_aimage.content.copy import CopyPlan
 from clowder_aimage.content.copy_option import CopyEvent, CopyOptions
+from clowder_aimage.content.file_system import ADVICE
 from clowder_aimage.content.store import LAYOUT_FILE, Body, Reader, Source, Target
 from clowder_aimage.content.tar import MAX_MEMBERS, TarReader, build_tar_header, check_members
 from clowder_aimage.content.verified_reader import RawReader, VerifyingReader
@@ -64,7 +65,8 @@ def write_error(error: OSError, name: object) -> AImageError:
         )
     if error.errno == errno.EPIPE:
         return StoreError(f"the reader closed the pipe before the archive {name} was complete")
-    return StoreError(f"cannot write the archive {name}: {error.strerror or error}")
+    message = f"cannot write the archive {name}: {error.strerror or error}"
+    return StoreError(message, hint=ADVICE.get(error.errno or 0))
 
 
 class TarTarget(Target):

@@ -21,7 +21,13 @@ from clowder_aimage.content.atomic_file import (
     is_temporary,
     remove_leftovers,
 )
-from clowder_aimage.content.file_system import lock, sync_directory, sync_file, sync_file_system
+from clowder_aimage.content.file_system import (
+    ADVICE,
+    lock,
+    sync_directory,
+    sync_file,
+    sync_file_system,
+)
 from clowder_aimage.content.open_directory import READ, OpenDirectory, resolve
 from clowder_aimage.errors import NoSpaceError, StoreError, UsageError
 
@@ -102,7 +108,9 @@ def translate_errors(path: Path) -> Iterator[None]:
                 f"no space left while writing {path}; incomplete files were removed",
                 hint="free some space, or export to another disk",
             ) from error
-        raise StoreError(f"cannot write {path}: {error.strerror or error}") from error
+        raise StoreError(
+            f"cannot write {path}: {error.strerror or error}", hint=ADVICE.get(error.errno or 0)
+        ) from error
 
 
 def _check(path: Path, final: Path, exists: bool) -> None:
@@ -203,9 +211,10 @@ def _reflink(blob: Path, root: OpenDirectory, name: str) -> bool:
     try:
         with blob.open("rb") as source:
             fcntl.ioctl(fd, _FICLONE, source.fileno())
+        return True
     except OSError:
-        root.remove(name)
+        # One that remains would be in the way of the copy
+        root.unlink(name)
         return False
     finally:
         os.close(fd)
-    return True

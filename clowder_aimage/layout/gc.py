@@ -25,7 +25,7 @@ from itertools import chain
 from pathlib import Path
 
 from clowder_aimage.content.file_system import is_locked, open_to_lock
-from clowder_aimage.content.open_directory import READ
+from clowder_aimage.content.open_directory import READ, unlink
 from clowder_aimage.errors import AImageError, NotFoundError, VerificationError
 from clowder_aimage.layout.digest_scan import LARGEST, DigestScanner, find_digests, iter_blobs
 from clowder_aimage.layout.index import read_index
@@ -330,7 +330,7 @@ class Collector:
                     self._count_young({digest})
                     continue
                 if not self.dry_run:
-                    os.unlink(path)
+                    unlink(path)
                 self._result.blobs += 1
                 self._result.size += self._sizes[digest]
 
@@ -393,7 +393,7 @@ def _remove_idle(path: Path, *, dry_run: bool) -> bool:
             # The ingest was committed, and another one was started.
             return False
         if not dry_run:
-            os.unlink(path)
+            unlink(path)
         return True
     finally:
         os.close(fd)

@@ -30,6 +30,7 @@ from clowder_aimage.content.open_directory import (
     is_own,
     is_protected,
     rename_opened,
+    unlink,
 )
 from clowder_aimage.content.store import IngestBusyError
 from clowder_aimage.content.verified_reader import check, verify
@@ -150,7 +151,7 @@ class FileIngest:
             if has_locks and not is_linked and is_own(status.st_uid, os.path.dirname(self._path)):
                 return True
             # Another user's file is removed, too: its mode cannot be set.
-            os.unlink(self._path)
+            unlink(self._path)
             return False if has_locks else None
         return False
 
@@ -169,7 +170,7 @@ class FileIngest:
             except OSError:
                 if is_file_locked(self._path, READ):
                     raise IngestBusyError("another user is writing the blob") from None
-                os.unlink(self._path)
+                unlink(self._path)
 
     def _read_journal(self, size: int) -> list[_Range]:
         """Return the durable ranges of a file of ``size`` bytes, as the journal lists them."""
@@ -359,7 +360,8 @@ class FileIngest:
 
     def _remove_journal(self) -> None:
         if self._is_journaled:
-            self._journal.unlink(missing_ok=True)
+            with contextlib.suppress(FileNotFoundError):
+                unlink(self._journal)
 
     def digest(self, algorithm: str = "sha256") -> Digest:
         """Return the digest of the file, read again for another algorithm. Raises StoreError.

@@ -17,12 +17,14 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from clowder_aimage.content.file_system import is_locked, lock
+from clowder_aimage.content.open_directory import unlink
 from clowder_aimage.content.store import Lease
 from clowder_aimage.errors import AImageError, NoSpaceError, StoreBusyError, StoreError
 from clowder_aimage.layout.lock import (
     PRIVATE,
     READ_ONLY,
     check_own,
+    close_unwritten,
     hold_lock,
     make_directory,
     open_shared,
@@ -79,8 +81,8 @@ class FileLease(Lease):
         fd, self._fd = self._fd, -1
         if fd >= 0:
             with contextlib.suppress(OSError):
-                self._path.unlink(missing_ok=True)
-            os.close(fd)
+                unlink(self._path)
+            close_unwritten(fd)
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -104,7 +106,9 @@ def read_leases(root: Path, *, remove: bool) -> set[Digest]:
                 if is_locked(fd) if can_lock else not is_old:
                     digests |= set(_parse_digests(_read(file, root)))
                 elif remove:
-                    path.unlink(missing_ok=True)
+                    # One that remains is unlocked, and protects nothing.
+                    with contextlib.suppress(OSError):
+                        unlink(path)
     return digests
 
 

@@ -23,6 +23,7 @@ from typing import TypeVar
 
 from clowder_aimage.content.atomic_file import DISK_FULL, sync_directory
 from clowder_aimage.content.file_system import (
+    ADVICE,
     UNSUPPORTED,
     Limit,
     is_file_locked,
@@ -33,7 +34,7 @@ from clowder_aimage.content.file_system import (
     set_mode,
 )
 from clowder_aimage.content.mount import find_mount
-from clowder_aimage.content.open_directory import READ, OpenDirectory
+from clowder_aimage.content.open_directory import READ, OpenDirectory, unlink
 from clowder_aimage.errors import AImageError, NoSpaceError, StoreBusyError, StoreError
 
 # The directory of aimage in a store.
@@ -114,7 +115,8 @@ def _build_store_error(error: OSError, root: Path) -> AImageError:
         return StoreError(message, remedy="store_permissions")
     if error.errno in UNSUPPORTED:
         return StoreError(message, remedy="store_calls")
-    return StoreError(message, hint="check the disk, or the connection to its server")
+    disk = "check the disk, or the connection to its server"
+    return StoreError(message, hint=ADVICE.get(error.errno or 0, disk))
 
 
 def supports_locks(root: Path) -> bool:
@@ -129,14 +131,29 @@ def supports_locks(root: Path) -> bool:
 @contextlib.contextmanager
 def hold_lock(root: Path, name: str, *, shared: bool = False) -> Iterator[None]:
     """Hold the store's lock of that name. Raises StoreError; StoreBusyError after PATIENCE."""
+    operation = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     with translate_store_errors(root):
         make_directory(root, PRIVATE)
-        fd = open_shared(root / PRIVATE / name)
+        fd = read_again(lambda: _open_locked(root / PRIVATE / name, operation, root))
     try:
-        with translate_store_errors(root):
-            _acquire(fd, fcntl.LOCK_SH if shared else fcntl.LOCK_EX, root)
         yield
     finally:
+        close_unwritten(fd)
+
+
+def _open_locked(path: Path, operation: int, root: Path) -> int:
+    fd = open_shared(path)
+    try:
+        _acquire(fd, operation, root)
+    except BaseException:
+        close_unwritten(fd)
+        raise
+    return fd
+
+
+def close_unwritten(fd: int) -> None:
+    """Close a file that has no data to lose; ignore errors."""
+    with contextlib.suppress(OSError):
         os.close(fd)
 
 
@@ -245,7 +262,7 @@ def touch(path: str | Path) -> None:
     os.close(open_shared(path))
     if not set_current_time(path):
         # A new file has the current time, too
-        os.unlink(path)
+        unlink(path)
         os.close(open_shared(path))
 
 
@@ -281,8 +298,7 @@ def check_version(root: Path) -> None:
         return
     with translate_store_errors(root):
         try:
-            with open(open_regular(os.path.join(private, "version")), encoding="ascii") as file:
-                text = file.read(20).strip()
+            text = read_again(lambda: _read_version(os.path.join(private, "version")))
         except (FileNotFoundError, NotADirectoryError):
             return
         except ValueError:
@@ -293,6 +309,11 @@ def check_version(root: Path) -> None:
             f"the store {root} has version {version}, of a newer release; this one uses {VERSION}",
             hint="use the newer release, or another store",
         )
+
+
+def _read_version(path: str) -> str:
+    with open(open_regular(path), encoding="ascii") as file:
+        return file.read(20).strip()
 
 
 def check_own(root: Path, *kind: str) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 
 from clowder_aimage.content.atomic_file import open_atomic, sync_directory, write_all
 from clowder_aimage.content.file_system import read_again
+from clowder_aimage.content.open_directory import unlink
 from clowder_aimage.content.store import ContentStore
 from clowder_aimage.content.verified_reader import read_all
 from clowder_aimage.errors import AImageError, FormatError, StoreError
@@ -98,7 +99,7 @@ class MetadataFiles:
         """Remove ``key``, durably. Raises StoreError."""
         check_own(self._root, self._kind)
         with translate_store_errors(self._root), contextlib.suppress(FileNotFoundError):
-            os.unlink(os.path.join(self._directory, build_file_name(key)))
+            unlink(os.path.join(self._directory, build_file_name(key)))
             sync_directory(self._directory)
 
 

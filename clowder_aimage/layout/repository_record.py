@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from clowder_aimage.content.atomic_file import sync_directory
+from clowder_aimage.content.open_directory import unlink
 from clowder_aimage.errors import AImageError
 from clowder_aimage.layout.lock import (
     PRIVATE,
@@ -136,7 +137,7 @@ class RepositoryRecords:
         for path in self._list_records(_BLOBS, _UNTAGGED, _DROPPED):
             with contextlib.suppress(OSError, AImageError):
                 if not is_stored(_parse_record_name(path)):
-                    os.unlink(path)
+                    unlink(path)
 
     def _list_records(self, *kinds: str) -> Iterator[str]:
         for directory in _list_paths(self._directory):
@@ -169,7 +170,7 @@ class RepositoryRecords:
     def _remove(self, path: str) -> None:
         check_own(self._root, _KIND)
         with translate_store_errors(self._root), contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
+            unlink(path)
             sync_directory(os.path.dirname(path))
 
 

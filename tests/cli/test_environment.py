@@ -280,6 +280,8 @@ STREAMS: dict[str, tuple[tuple[str, ...], str, int, str]] = {
     "no stderr": (("show", "absent"), "2>&-", 3, ""),
     "no streams": (("show", "absent"), "<&- >&- 2>&-", 3, ""),
     "a full disk": (("version",), ">/dev/full", 6, "No space left on device"),
+    "a full disk for messages": (("show", "absent"), "2>/dev/full", 3, ""),
+    "a full disk for many lines": (("config", "show"), ">/dev/full", 6, "cannot write to stdout"),
     "a full disk for help": (("--help",), ">/dev/full", 6, "No space left on device"),
 }
 

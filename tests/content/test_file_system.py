@@ -21,6 +21,8 @@ from clowder_aimage.content.open_directory import READ, OpenDirectory
 REFUSALS = [
     *(("flock", code, Limit.LOCKS) for code in ("ENOSYS", "ENOLCK", "EOPNOTSUPP", "EINVAL")),
     ("flock", "EBADF", Limit.LOCKS),
+    # AFS: not a lock of another process, as a new file cannot be locked either
+    ("flock", "EACCES", Limit.LOCKS),
     *(("sync", code, Limit.FILE_SYNC) for code in ("ENOSYS", "EINVAL", "EOPNOTSUPP", "EROFS")),
     *(("sync", code, Limit.DIRECTORY_SYNC) for code in ("EINVAL", "EBADF", "EACCES", "ENOTSUP")),
     *(("sync", code, Limit.DIRECTORY_SYNC) for code in ("EPERM", "EISDIR", "ENOSYS")),
@@ -169,7 +171,14 @@ def test_locks_are_seen_on_nfs(
 def test_a_lock_of_another_process_on_a_share(
     opened: Any, code: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    refuse(monkeypatch, "flock", code)
+    number, lock_file = getattr(errno, code), fcntl.flock
+
+    def lock(fd: int, operation: int) -> None:
+        if os.path.sameopenfile(fd, opened[1]):
+            raise OSError(number, os.strerror(number))
+        lock_file(fd, operation)
+
+    monkeypatch.setattr(fcntl, "flock", lock)
     assert file_system.is_file_locked(opened[0], READ)
     with pytest.raises(BlockingIOError):
         file_system.lock(opened[1], fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -66,6 +66,12 @@ static int refuse(const char *call, int is_ours) {
 }
 
 int flock(int fd, int operation) {
+  if (find_error("lock_stale") > 0) {
+    static int count;
+    char path[PATH_MAX];
+    int is_lock = find_path(fd, path) && is_below(path) && strstr(path, "lock");
+    if (is_lock && count++ % 5 == 0 && refuse("lock_stale", 1)) return -1;
+  }
   if (refuse("flock", is_open_below(fd))) return -1;
   int mode = fcntl(fd, F_GETFL) & O_ACCMODE;
   int is_mismatch = (operation & LOCK_EX && mode == O_RDONLY) || (operation & LOCK_SH && mode == O_WRONLY);
@@ -180,7 +186,12 @@ int mkdirat(int directory, const char *path, mode_t mode) {
 int mkdir(const char *path, mode_t mode) { return mkdirat(AT_FDCWD, path, mode); }
 
 int unlinkat(int directory, const char *path, int flags) {
-  if (refuse("unlink", is_name_below(directory, path))) return -1;
+  static __thread int count;
+  int is_ours = is_name_below(directory, path);
+  if (refuse("unlink", is_ours)) return -1;
+  // Another program has the file open, for a moment
+  int is_busy = is_ours && find_error("unlink_busy") > 0 && count++ % 3 != 2;
+  if (is_busy && refuse("unlink_busy", 1)) return -1;
   return REAL(int, unlinkat, int, const char *, int)(directory, path, flags);
 }
 
@@ -192,9 +203,23 @@ int ftruncate(int fd, off_t size) {
 }
 ALIAS(ftruncate64, ftruncate);
 
+// The file is closed, but what was written may be lost.
+int close(int fd) {
+  int is_ours = is_open_below(fd) && (fcntl(fd, F_GETFL) & O_ACCMODE) != O_RDONLY;
+  int code = REAL(int, close, int)(fd);
+  return refuse("close", is_ours) ? -1 : code;
+}
+
 ssize_t write(int fd, const void *data, size_t size) {
   if (refuse("write", is_open_below(fd))) return -1;
   return REAL(ssize_t, write, int, const void *, size_t)(fd, data, size);
+}
+
+// Another host has replaced a file: every fifth call.
+static int is_stale(const char *path) {
+  static int count;
+  int is_version = find_error("open_stale") > 0 && strstr(path, ".aimage/version") != NULL;
+  return is_version && count++ % 5 == 0 && refuse("open_stale", 1);
 }
 
 int openat(int directory, const char *path, int flags, ...) {
@@ -203,6 +228,7 @@ int openat(int directory, const char *path, int flags, ...) {
   mode_t mode = flags & (O_CREAT | O_TMPFILE) ? va_arg(rest, mode_t) : 0;
   va_end(rest);
   if (refuse(flags & O_CREAT ? "create" : "open", is_name_below(directory, path))) return -1;
+  if (is_name_below(directory, path) && is_stale(path)) return -1;
   if (flags & O_DIRECT && refuse("direct", is_name_below(directory, path))) return -1;
   return REAL(int, openat, int, const char *, int, ...)(directory, path, flags, mode);
 }
@@ -224,11 +250,10 @@ ssize_t pwrite(int fd, const void *data, size_t size, off_t offset) {
 }
 ALIAS(pwrite64, pwrite);
 
-// A name that exists cannot be replaced twice of three times: another program has it open.
+// A name cannot be given twice of three times: another program has the file open.
 int renameat(int old, const char *path, int new, const char *name) {
-  static int count;
-  int exists = !faccessat(new, name, F_OK, AT_SYMLINK_NOFOLLOW);
-  if (exists && is_name_below(new, name) && find_error("rename") > 0 && count++ % 3 != 2)
+  static __thread int count;
+  if (is_name_below(new, name) && find_error("rename") > 0 && count++ % 3 != 2)
     if (refuse("rename", 1)) return -1;
   return REAL(int, renameat, int, const char *, int, const char *)(old, path, new, name);
 }

@@ -30,7 +30,7 @@ from tests.registry_app import RegistryThread
 
 # A call, the errors that file systems have for it, and the limit that is reported.
 CALLS: dict[str, tuple[str, Limit | None]] = {
-    "flock": ("ENOLCK ENOSYS EOPNOTSUPP EINVAL EBADF", Limit.LOCKS),
+    "flock": ("ENOLCK ENOSYS EOPNOTSUPP EINVAL EBADF EACCES", Limit.LOCKS),
     # NFS: an exclusive lock requires a descriptor for writing
     "flock_mode": ("EBADF", None),
     "sync_directory": ("EINVAL EBADF EACCES ENOTSUP EPERM ENOSYS EROFS", Limit.DIRECTORY_SYNC),
@@ -50,6 +50,9 @@ CALLS: dict[str, tuple[str, Limit | None]] = {
     "truncate": ("ENOSYS EPERM EINVAL", None),
     "rename": ("EBUSY EACCES ETXTBSY EPERM", None),
     "read_stale": ("ESTALE", None),
+    "lock_stale": ("ESTALE", None),
+    "open_stale": ("ESTALE", None),
+    "unlink_busy": ("EBUSY ETXTBSY", None),
     "sendfile": ("EINVAL ENOSYS", None),
     "clone": ("EXDEV EINVAL EOPNOTSUPP EIO", None),
     "copy_file_range": ("EXDEV EINVAL EOPNOTSUPP EIO", None),
@@ -221,6 +224,7 @@ FAULTS = [
     *("create=EIO", "create=EROFS", "create=ENOSPC", "create=EACCES", "create=EMFILE"),
     *("open=EIO", "open=ESTALE", "open=EACCES", "read=EIO", "read=ESTALE"),
     *("write=EIO", "write=ENOSPC", "write=EDQUOT", "unlink=EBUSY", "rename=EIO", "flock=ESTALE"),
+    *("close=EIO", "close=EDQUOT", "write=EFBIG"),
 ]
 
 
@@ -234,6 +238,7 @@ def test_a_fault_is_a_clear_error(session: Session, fault: str, first: str) -> N
     for line, code, out, err in results:
         assert code in (0, 1, 2, 3, 5, 6), line
         assert "Traceback" not in err
+        assert "cannot read or write a file" not in err, line
         assert not code or "aimage: " in err or '"event": "error"' in err or out, line
 
 

@@ -299,6 +299,7 @@ def open_output(name: str) -> Iterator[BinaryIO]:
     from pathlib import Path
 
     from clowder_aimage.content.atomic_file import DISK_FULL, open_atomic
+    from clowder_aimage.content.file_system import ADVICE
     from clowder_aimage.content.open_directory import open_special, resolve
 
     try:
@@ -320,4 +321,5 @@ def open_output(name: str) -> Iterator[BinaryIO]:
         raise
     except OSError as error:
         kind = NoSpaceError if error.errno in DISK_FULL else StoreError
-        raise kind(f"cannot write {name}: {error.strerror or error}") from None
+        advice = ADVICE.get(error.errno or 0)
+        raise kind(f"cannot write {name}: {error.strerror or error}", hint=advice) from None
