@@ -60,10 +60,13 @@ class Nats:
 
     def start(self) -> Nats:
         command = [find_program("nats-server"), "-a", "127.0.0.1", "-p", self.port, *self.arguments]
-        if "-c" not in self.arguments:
-            command += ["-js", "-sd", self.directory]
-        command += ["-l", self.directory / "log"]
         self.directory.mkdir(exist_ok=True)
+        if "-c" not in self.arguments:
+            # By default the streams of all fleets may reserve 3/4 of the space that is free.
+            limits = f'store_dir: "{self.directory}", max_file_store: 1TB'
+            (self.directory / "nats.conf").write_text(f"jetstream {{{limits}}}\n")
+            command += ["-c", self.directory / "nats.conf"]
+        command += ["-l", self.directory / "log"]
         pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
         self._child = process.spawn(command, is_shared=True, stderr=subprocess.DEVNULL, **pipes)
         until(self._accepts, "the server")
