@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-# Some registries omit the angle brackets.
+# Some registries omit the angle brackets, and some write single quotes.
 _TARGET = re.compile(r'[\s,]*(?:<([^>]*)>|([^\s;,<>"]+))')
 _PARAMETER = re.compile(
-    r'\s*;\s*([^\s=;,"<>]*)(?:\s*=\s*(?:"((?:[^"\\]|\\.)*)"|([^\s;,"]*)))?', re.DOTALL
+    r'''\s*;\s*([^\s=;,"<>]*)(?:\s*=\s*(?:"((?:[^"\\]|\\.)*)"|'([^'"]*)'|([^\s;,"]*)))?''',
+    re.DOTALL,
 )
 
 
@@ -28,7 +29,7 @@ def _iter_links(header: str) -> Iterator[tuple[str, dict[str, str]]]:
         position, parameters = link.end(), dict[str, str]()
         while parameter := _PARAMETER.match(header, position):
             position = parameter.end()
-            name, quoted, plain = parameter.groups()
-            value = plain if quoted is None else re.sub(r"\\(.)", r"\1", quoted, flags=re.DOTALL)
+            name, quoted, single, plain = parameter.groups()
+            value = (single or plain) if quoted is None else re.sub(r"\\(.)", r"\1", quoted, flags=re.DOTALL)
             parameters.setdefault(name.lower(), value or "")
         yield (link[1] if link[1] is not None else link[2]).strip(), parameters
