@@ -46,6 +46,9 @@ _MAX_RETRY_AFTER = 3600.0
 _PROXY_PROJECT = "proxy project"
 # Messages of registries whose tags cannot be moved.
 _IMMUTABLE = r"(?i)immutab|overwrit"
+_UNDELETABLE = "the tag is immutable: a rule of the registry forbids its deletion"
+# Words of services that limit requests by 403.
+_LIMITED = re.compile(r"rate.?limit|too.?many.?requests", re.IGNORECASE)
 # The message of DENIED in the specification, for an account without permission.
 _DENIED = "requested access to the resource is denied"
 _NO_PROJECT = "create the project in the registry first, or check its name"
@@ -333,6 +336,12 @@ class ResponseFailure:
         return self.credentials.build_advice(remedy=remedy, hint=hint)
 
     @property
+    def is_overload(self) -> bool:
+        """True if the registry limits requests, or has too many."""
+        is_limited = self.status == 403 and _LIMITED.search(f"{self.text} {self.line}") is not None
+        return self.status in OVERLOAD_STATUS or self.retry_after > 0 or is_limited
+
+    @property
     def is_too_large(self) -> bool:
         """True if the request's body was too large."""
         return self.status == 413 or "too large" in self.detail.lower()
@@ -340,6 +349,8 @@ class ResponseFailure:
     @property
     def hint(self) -> str | None:
         """The advice for a known message."""
+        if self.method == "DELETE" and re.search(_IMMUTABLE, self.text):
+            return _UNDELETABLE
         return next((text for pattern, text in _HINTS if re.search(pattern, self.text)), None)
 
     @property
@@ -364,7 +375,7 @@ class ResponseFailure:
         """
         if self.status < 400 or self.is_too_large or self.has_other_reason:
             return False
-        if self.status in (406, 415) or self.names_type:
+        if self.status in (406, 415, 422) or self.names_type:
             return True
         if self.status == 403:
             return self.code == "DENIED" and "manifest class" in f"{self.message} {self.detail}"
@@ -477,7 +488,7 @@ def build_failure_error(refusal: ResponseFailure, resource: str) -> AImageError:
             **refusal.build_advice(remedy="" if hint else "login", hint=hint),
         )
     # With another hint, the account has access.
-    if refusal.status == 403 and hint in (None, _NO_PROJECT):
+    if refusal.status == 403 and hint in (None, _NO_PROJECT) and not refusal.is_overload:
         return UnauthorizedError(
             f"{refusal.host} denied access to {resource} ({refusal.text}){refusal.suffix}",
             reason=refusal.text,
@@ -495,7 +506,7 @@ def build_failure_error(refusal: ResponseFailure, resource: str) -> AImageError:
             hint="a proxy or load balancer may have answered in place of the registry",
             status=refusal.status,
         )
-    if refusal.status in OVERLOAD_STATUS or refusal.retry_after:
+    if refusal.is_overload:
         hint = _describe_overload(refusal)
     expects_https = refusal.status == 400 and _EXPECTS_HTTPS.search(refusal.line) is not None
     code = refusal.code or http.client.responses.get(refusal.status, "")

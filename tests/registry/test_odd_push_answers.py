@@ -294,6 +294,18 @@ FAILURES: dict[str, tuple[Odd, type[AImageError], str, int]] = {
         "denied access to the upload",
         1,
     ),
+    "too many requests, by 403": (
+        refuse(is_post, Answer(403, {"Retry-After": "3600"}, b'{"message": "secondary limit"}')),
+        RegistryError,
+        "answered 403 Forbidden for the upload",
+        1,
+    ),
+    "too many requests, by 403 without a time": (
+        refuse(is_post, Answer(403, {}, b'{"message": "You have exceeded a rate limit"}')),
+        RegistryError,
+        "answered 403 Forbidden for the upload",
+        1,
+    ),
     "neither method is accepted": (
         refuse(lambda seen: is_patch(seen) or is_blob_put(seen), Answer(405)),
         RegistryError,
@@ -391,6 +403,10 @@ DELETIONS: dict[str, tuple[Odd, str]] = {
     "404, not deleted": (refuse(is_deletion, Answer(404)), "404"),
     "502, not deleted": (refuse(is_deletion, Answer(502)), "answered 502"),
     "no permission": (refuse(is_deletion, Answer(403)), "denied access to the deletion"),
+    "an immutable tag": (
+        refuse(is_deletion, answer_error(412, "PRECONDITION", "configured as immutable")),
+        "answered 412",
+    ),
     "the connection is lost, not deleted": (lose(is_deletion), "lost"),
     "200 with a page, not deleted": (refuse(is_deletion, PAGE), "answered 200 OK for the deletion"),
     "200, not deleted": (refuse(is_deletion, HEALTH), "answered 200 OK for the deletion"),
@@ -412,6 +428,7 @@ def test_a_deletion_is_confirmed(name: str, by: str, tmp_path: Path) -> None:
             if not text:
                 repository.delete(reference)
             else:
-                with pytest.raises(AImageError, match=text):
+                with pytest.raises(AImageError, match=text) as caught:
                     repository.delete(reference)
+                assert "another tag" not in (caught.value.hint or "")
     assert (reference.target in registry.manifests) == bool(text)

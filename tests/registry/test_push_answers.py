@@ -107,6 +107,7 @@ REFUSALS = {
     "ECR": error(405, "UNSUPPORTED", "Invalid parameter at 'ImageManifest'"),
     "Artifactory": Answer(406, {}, b"Not Acceptable"),
     "422": error(422, "MANIFEST_INVALID", "manifest invalid"),
+    "422 without a body": Answer(422),
     "409": error(409, "MANIFEST_INVALID", "manifest invalid"),
     "UNSUPPORTED": error(400, "UNSUPPORTED", "the operation is unsupported"),
     "501": error(501, "UNSUPPORTED", "the operation is unsupported"),
