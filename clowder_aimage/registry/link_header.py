@@ -8,7 +8,7 @@ from collections.abc import Iterator
 # Some registries omit the angle brackets, and some write single quotes.
 _TARGET = re.compile(r'[\s,]*(?:<([^>]*)>|([^\s;,<>"]+))')
 _PARAMETER = re.compile(
-    r'''\s*;\s*([^\s=;,"<>]*)(?:\s*=\s*(?:"((?:[^"\\]|\\.)*)"|'([^'"]*)'|([^\s;,"]*)))?''',
+    r"""\s*;\s*([^\s=;,"<>]*)(?:\s*=\s*(?:"((?:[^"\\]|\\.)*)"|'([^'"]*)'|([^\s;,"]*)))?""",
     re.DOTALL,
 )
 
@@ -30,6 +30,10 @@ def _iter_links(header: str) -> Iterator[tuple[str, dict[str, str]]]:
         while parameter := _PARAMETER.match(header, position):
             position = parameter.end()
             name, quoted, single, plain = parameter.groups()
-            value = (single or plain) if quoted is None else re.sub(r"\\(.)", r"\1", quoted, flags=re.DOTALL)
+            value = (
+                (single or plain)
+                if quoted is None
+                else re.sub(r"\\(.)", r"\1", quoted, flags=re.DOTALL)
+            )
             parameters.setdefault(name.lower(), value or "")
         yield (link[1] if link[1] is not None else link[2]).strip(), parameters

@@ -125,6 +125,11 @@ def describe_proxy(url: str) -> str:
     return urlsplit(url).netloc.rpartition("@")[2]
 
 
+def describe_way(proxy: str) -> str:
+    """Return the words by which a message names the proxy ``proxy``, if there is one."""
+    return f" through the proxy {proxy}" if proxy else ""
+
+
 def build_connection_error(proxy: str, host: str, reason: str) -> NetworkError:
     """Return the error for a connection through the proxy ``proxy`` that was not established."""
     if refusal := _REFUSAL.match(reason):

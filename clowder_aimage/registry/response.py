@@ -107,6 +107,8 @@ class RegistryResponse:
     method: str = "GET"
     credentials: CredentialTrace | None = None
     decoder: BodyDecoder | None = None
+    # The words that name the proxy, which may have answered in place of the registry.
+    way: str = ""
     # The seconds that the registry asks to wait, by the clock of the session.
     retry_after: float = 0.0
 
@@ -287,6 +289,7 @@ class ResponseFailure:
     method: str = "GET"
     names_type: bool = False
     credentials: CredentialTrace | None = None
+    way: str = ""
 
     @classmethod
     def of_head(cls, response: RegistryResponse) -> ResponseFailure:
@@ -317,7 +320,8 @@ class ResponseFailure:
             fields = (code[:60], message[:300], text[:500])
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError, AImageError):
             fields, server = ("", "", ""), response.headers.get("Server", "")
-        return cls(host, status, *fields, after, line, server, method, names_type, trace)
+        fields_after = (after, line, server, method, names_type, trace, response.way)
+        return cls(host, status, *fields, *fields_after)
 
     @property
     def text(self) -> str:
@@ -326,8 +330,8 @@ class ResponseFailure:
 
     @property
     def suffix(self) -> str:
-        """The end of a message: the first line of the body."""
-        return f": {self.line}" if self.line else ""
+        """The end of a message: the proxy, if any, and the first line of the body."""
+        return self.way + (f": {self.line}" if self.line else "")
 
     def build_advice(self, *, remedy: str = "", hint: str | None = None) -> dict[str, Any]:
         """Return a remedy or else a hint, with what was tried with credentials."""
@@ -401,7 +405,11 @@ def read_document(response: RegistryResponse, resource: str) -> bytes:
         return raw
     line = "" if response.is_redirected else _extract_first_line(raw)
     page = ResponseFailure(
-        response.host, response.status_code, "", "", "", line=line or "no JSON document"
+        response.host,
+        response.status_code,
+        *("", "", ""),
+        line=line or "no JSON document",
+        way=response.way,
     )
     raise build_failure_error(page, resource)
 

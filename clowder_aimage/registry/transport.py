@@ -40,6 +40,7 @@ from clowder_aimage.registry.proxy import (
     build_connection_error,
     build_refusal,
     describe_proxy,
+    describe_way,
     is_refusal,
 )
 from clowder_aimage.registry.reach import Boundary
@@ -266,13 +267,13 @@ class Transport:
                 target = urljoin(url, location)
                 is_elsewhere = parse_origin(url) != parse_origin(target)
             except ValueError:
-                raise self._build_request_error("redirect to an invalid URL") from None
+                raise self._build_request_error("redirect to an invalid URL", url) from None
             if urlsplit(url).scheme == "https" and urlsplit(target).scheme != "https":
-                raise self._build_request_error("redirect from https to http")
+                raise self._build_request_error("redirect from https to http", url)
             if is_elsewhere:
                 sent.pop("Authorization", None)
             url = target
-        raise self._build_request_error(f"more than {max_redirects} redirects")
+        raise self._build_request_error(f"more than {max_redirects} redirects", url)
 
     def _send_traced(
         self, method: str, url: str, headers: Mapping[str, str], body: Any, timeout: urllib3.Timeout
@@ -329,7 +330,9 @@ class Transport:
             raw.close()
             raise build_refusal(proxy, urlsplit(url).netloc, 407, "")
         self.has_answered = True
-        return RegistryResponse(raw.status, url, raw.headers, raw, method=method)
+        # Of HTTPS, the proxy sees only bytes.
+        way = describe_way(proxy) if needs_url else ""
+        return RegistryResponse(raw.status, url, raw.headers, raw, method=method, way=way)
 
     def _find_route(self, url: str) -> _Route:
         """Return the way to a URL's origin. Raises UsageError for proxies that cannot be used."""
@@ -357,8 +360,14 @@ class Transport:
             self._routes[key] = _Route(pool, needs_url, proxy)
         return self._routes[key]
 
-    def _build_request_error(self, reason: str) -> NetworkError:
-        return NetworkError(f"request to {self._registry} failed: {reason}")
+    def _build_request_error(self, reason: str, url: str) -> NetworkError:
+        way = describe_way(self._find_proxy(url))
+        return NetworkError(f"request to {self._registry}{way} failed: {reason}")
+
+    def _find_proxy(self, url: str) -> str:
+        """Return host and port of the proxy to a URL's origin, or an empty text."""
+        route = self._routes.get(parse_origin(url))
+        return route.proxy if route is not None else ""
 
     def _describe_host(self, url: str) -> str:
         """Return the name of the registry, or of the host that it leads to."""
@@ -370,12 +379,12 @@ class Transport:
 
     def _build_network_error(self, error: Exception, url: str) -> NetworkError:
         """Convert an error of urllib3, requests or the system."""
-        reason, name = _describe_error(error), self._describe_host(url)
-        route = self._routes.get(parse_origin(url))
-        if route is not None and route.proxy:
+        reason, proxy = _describe_error(error), self._find_proxy(url)
+        name = self._describe_host(url) + describe_way(proxy)
+        if proxy:
             is_unconnected = isinstance(error, NewConnectionError | ProxyError)
             if is_unconnected or isinstance(error, ConnectTimeoutError) or is_refusal(reason):
-                return build_connection_error(route.proxy, urlsplit(url).netloc, reason)
+                return build_connection_error(proxy, urlsplit(url).netloc, reason)
         if isinstance(error, ProtocolError) and reason.startswith(_TLS_ALERT):
             return NetworkError(
                 f"{name} answered an HTTP request with a TLS alert",
@@ -410,7 +419,7 @@ class Transport:
                 # OpenSSL sends no alert to HTTP, it ends the connection.
                 remedy="https" if may_be_tls else "",
             )
-        return self._build_request_error(reason)
+        return self._build_request_error(reason, url)
 
 
 def _is_broken(error: SSLError) -> bool:

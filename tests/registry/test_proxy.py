@@ -22,7 +22,7 @@ from clowder_aimage.registry import ClientOptions, Repository
 from clowder_aimage.registry.proxy import find_proxy, is_excepted
 from clowder_aimage.registry.reach import OutsideError
 from clowder_aimage.registry.retry import BrokenOffError
-from tests.scripted import Answer, ScriptedRegistry, Seen, artifact, serving
+from tests.scripted import Answer, ScriptedRegistry, Seen, artifact, serving, skip_waiting
 
 # entry of NO_PROXY: the hosts that are reached directly, the others
 EXCEPTIONS = {
@@ -175,6 +175,55 @@ def test_a_refusal_names_the_proxy(
         attempt(f"http://user:secret@{proxy}", plain_http=plain_http)
     assert type(caught.value) is kind
     assert f"the proxy {proxy} {message}" in str(caught.value)
+    assert "secret" not in f"{caught.value} {caught.value.hint}"
+
+
+def answer_as(status: bytes, *headers: bytes, body: bytes = b"") -> bytes:
+    lines = (b"HTTP/1.1 " + status, b"Content-Length: %d" % len(body), b"Connection: close")
+    return b"\r\n".join((*lines, *headers, b"", body))
+
+
+SQUID = b"X-Squid-Error: ERR_ACCESS_DENIED 0"
+PORTAL = b"Location: http://reg.test/login"
+# Without TLS or with it, what the proxy sends, and the message around its name
+ANSWERS: dict[str, tuple[bool, bytes, str]] = {
+    "it closes": (False, b"", "connection to reg.test through the proxy PROXY lost"),
+    "it closes, without TLS": (True, b"", "cannot reach the proxy PROXY: Remote end closed"),
+    "another protocol": (False, b"SSH-2.0-OpenSSH_9\r\n", "reg.test through the proxy PROXY"),
+    "no TLS behind it": (
+        False,
+        b"HTTP/1.1 200 OK\r\n\r\nHTTP/1.1 400 Bad Request\r\n\r\n",
+        "reg.test through the proxy PROXY",
+    ),
+    "its page": (
+        True,
+        answer_as(b"403 Forbidden", SQUID, body=b"<html>Denied</html>"),
+        "denied access to manifest reg.test/team/x:v1 (403) through the proxy PROXY: Denied",
+    ),
+    "its 404": (True, answer_as(b"404 Not Found"), "(404) through the proxy PROXY"),
+    "its outage": (True, answer_as(b"500 Error", SQUID), "team/x:v1 through the proxy PROXY"),
+    "a page of success": (
+        True,
+        answer_as(b"200 OK", b"Content-Type: text/html", body=b"<html>Login</html>"),
+        "answered 200 OK for manifest reg.test/team/x:v1 through the proxy PROXY: Login",
+    ),
+    "a portal": (
+        True,
+        answer_as(b"302 Found", PORTAL),
+        "request to reg.test through the proxy PROXY failed: more than 5 redirects",
+    ),
+}
+
+
+@pytest.mark.parametrize("situation", ANSWERS)
+def test_an_answer_of_a_proxy_names_it(
+    situation: str, attempt: Attempt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    skip_waiting(monkeypatch)
+    plain_http, answer, message = ANSWERS[situation]
+    with answering(answer) as proxy, pytest.raises(AImageError) as caught:
+        attempt(f"http://user:secret@{proxy}", plain_http=plain_http)
+    assert message.replace("PROXY", proxy) in str(caught.value)
     assert "secret" not in f"{caught.value} {caught.value.hint}"
 
 
