@@ -320,8 +320,9 @@ class ResponseFailure:
             fields = (code[:60], message[:300], text[:500])
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError, AImageError):
             fields, server = ("", "", ""), response.headers.get("Server", "")
-        fields_after = (after, line, server, method, names_type, trace, response.way)
-        return cls(host, status, *fields, *fields_after)
+        return cls(
+            host, status, *fields, after, line, server, method, names_type, trace, response.way
+        )
 
     @property
     def text(self) -> str:
