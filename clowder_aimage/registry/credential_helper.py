@@ -28,7 +28,12 @@ _HUNG = 300.0
 # What a helper has for a server, or None.
 Query = Callable[[str, str], dict[str, Any] | None]
 _running: set[int] = set()
-_lock = threading.Lock()
+# The program that is being started, and the signals that arrived meanwhile.
+_starting: list[str] = []
+_deferred: list[int] = []
+# Reentrant: a signal may interrupt the thread that holds it.
+_lock = threading.RLock()
+_DEFAULT_HANDLERS = (signal.SIG_DFL, signal.default_int_handler)
 
 
 class CredentialHelperError(UnauthorizedError):
@@ -154,16 +159,8 @@ def end_helpers() -> None:
 
 def _run(command: list[str], text: bytes, deadline: float) -> tuple[int, bytes, bytes]:
     """Run a program in its own process group, which is killed unless the program ends in time."""
-    pipe = subprocess.PIPE
-    with (
-        _end_with_process(),
-        subprocess.Popen(
-            command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
-        ) as process,
-    ):
+    with _end_with_process(), _start(command) as process:
         try:
-            with _lock:
-                _running.add(process.pid)
             output, errors = process.communicate(text, deadline)
         except BaseException:
             _kill(process.pid)
@@ -174,27 +171,51 @@ def _run(command: list[str], text: bytes, deadline: float) -> tuple[int, bytes, 
         return process.returncode, output, errors
 
 
+def _start(command: list[str]) -> subprocess.Popen[bytes]:
+    """Start a program. Signals and ``end_helpers`` wait until it is listed as running."""
+    pipe = subprocess.PIPE
+    try:
+        with _lock:
+            _starting.append(command[0])
+            try:
+                process = subprocess.Popen(
+                    command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
+                )
+                _running.add(process.pid)
+            finally:
+                _starting.clear()
+    finally:
+        if _deferred and threading.current_thread() is threading.main_thread():
+            _end_process(_deferred.pop(), None)
+    return process
+
+
 @contextlib.contextmanager
 def _end_with_process() -> Iterator[None]:
     """End helpers if a signal ends this process; servers handle these signals themselves."""
-    is_main = threading.current_thread() is threading.main_thread()
-    numbers = [
-        number
-        for number in (signal.SIGTERM, signal.SIGHUP)
-        if is_main and signal.getsignal(number) is signal.SIG_DFL
-    ]
-    for number in numbers:
-        signal.signal(number, _end_process)
+    handlers: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+            if (handler := signal.getsignal(number)) in _DEFAULT_HANDLERS:
+                handlers[number] = handler
+                signal.signal(number, _end_process)
     try:
         yield
     finally:
-        for number in numbers:
-            signal.signal(number, signal.SIG_DFL)
+        for changed, handler in handlers.items():
+            signal.signal(changed, handler)
 
 
 def _end_process(number: int, _: object) -> None:
-    for pid in tuple(_running):
-        _kill(pid)
+    with _lock:
+        # The signal interrupts the start in this thread: other threads hold the lock meanwhile.
+        if _starting:
+            _deferred.append(number)
+            return
+        for pid in _running:
+            _kill(pid)
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
     signal.signal(number, signal.SIG_DFL)
     signal.raise_signal(number)
 
