@@ -132,7 +132,7 @@ DOORS = ["layers", "deep_in_a_layer", "size_infinite"]  # one of each kind for t
 
 @pytest.fixture(autouse=True)
 def no_collection() -> Iterator[None]:
-    """Finalizers of objects of earlier tests must not run where the stack is nearly full."""
+    """Run no finalizers of objects of earlier tests where the stack is nearly full."""
     gc.collect()
     gc.disable()
     yield
