@@ -99,7 +99,11 @@ def _answer(connection: socket.socket) -> None:
     os.chdir(request["place"])
     os.environ.clear()
     os.environ.update(request["variables"])
-    sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w", buffering=1)  # noqa: SIM115
+    # Descriptors stay open when the program replaces its streams.
+    sys.stdin, sys.stdout, sys.stderr = (
+        open(number, mode, buffering, closefd=False)  # noqa: SIM115
+        for number, mode, buffering in ((0, "r", -1), (1, "w", -1), (2, "w", 1))
+    )
     sys.argv = ["aimage", *request["words"]]
 
     from clowder_aimage.cli.main import main
