@@ -1,4 +1,4 @@
-"""Calls that not every file system has, and what is done without them.
+"""Calls that some file systems lack, and the next best way for each.
 
 Network shares and FUSE refuse some calls of local disks. Each function here makes such a call;
 where it is refused, the next best way is taken, and the limit is reported. Faults of a disk, such
@@ -54,7 +54,7 @@ class Limit(StrEnum):
 
 
 class Space(NamedTuple):
-    """The size of a file system, and what ordinary users may still write, in bytes."""
+    """The size of a file system, and the space left for ordinary users, in bytes."""
 
     total: int
     used: int
@@ -158,7 +158,7 @@ def _can_lock_new_file(directory: Path) -> bool:
 
 
 def open_to_lock(path: str | Path, flags: int, directory: int | None = None) -> int:
-    """Open a file to learn whether it is locked: for writing if possible, as NFS demands."""
+    """Open a file to test its lock: for writing if possible, as NFS demands."""
     try:
         return os.open(path, flags & ~os.O_ACCMODE | os.O_RDWR | os.O_NOFOLLOW, dir_fd=directory)
     except FileNotFoundError:

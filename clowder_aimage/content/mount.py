@@ -1,4 +1,4 @@
-"""Find the type of a file system, to know whether other hosts may write to it (proc(5))."""
+"""Find the type of a file system: other hosts may write to a network type (proc(5))."""
 
 from __future__ import annotations
 

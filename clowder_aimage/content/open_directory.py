@@ -89,7 +89,7 @@ class OpenDirectory:
 
     @contextmanager
     def open_to_lock(self, name: str) -> Iterator[int]:
-        """Yield the descriptor of an existing entry, to learn whether it is locked."""
+        """Yield a descriptor of an existing entry that can test its lock."""
         fd = file_system.open_to_lock(name, READ, self.fd)
         try:
             yield fd

@@ -1,4 +1,4 @@
-"""Find out what the file system of a store lacks, by trying each call on a temporary file."""
+"""Find the calls that the file system of a store lacks, by trying each on a temporary file."""
 
 from __future__ import annotations
 

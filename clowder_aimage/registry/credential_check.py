@@ -107,7 +107,7 @@ def _list_catalog(session: Session) -> None:
 
 
 def _begin_upload(session: Session) -> None:
-    """Begin an upload, and cancel it, whatever the responses are."""
+    """Begin an upload, and cancel it; ignore the responses."""
     with contextlib.suppress(NotFoundError, RegistryError):
         check_permission(session)
 

@@ -50,7 +50,7 @@ def get_program(name: str) -> str:
 
 
 def query_helper(name: str, server: str, deadline: float = DEADLINE) -> dict[str, Any] | None:
-    """Return what a helper has for a server; None for nothing. Raises CredentialHelperError."""
+    """Return the credential of a helper for a server, or None. Raises CredentialHelperError."""
     program = get_program(name)
     try:
         output = run_helper(name, "get", server, deadline)
@@ -79,7 +79,7 @@ class _NotInstalledError(CredentialHelperError):
 
 
 def erase_from_helper(name: str, server: str, *, is_optional: bool) -> bool:
-    """Remove what a helper has for a server; return False if it had nothing.
+    """Remove the credential of a helper for a server; return False if it had none.
 
     If it is optional, the helper need not be installed. Raises CredentialHelperError.
     """
@@ -110,7 +110,7 @@ class HelperQueries:
         self._hung: dict[str, tuple[str, float]] = {}
 
     def __call__(self, name: str, server: str) -> dict[str, Any] | None:
-        """Return what a helper has for a server; None for nothing. Raises CredentialHelperError."""
+        """Return the credential of a helper for a server, or None. Raises CredentialHelperError."""
         reason, end = self._hung.get(name, ("", 0.0))
         if self._clock() < end:
             raise CredentialHelperError(get_program(name), reason)

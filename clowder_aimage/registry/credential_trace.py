@@ -139,7 +139,7 @@ class CredentialTrace:
         return "; ".join(lines)
 
     def build_advice(self, *, remedy: str = "", hint: str | None = None) -> dict[str, Any]:
-        """Return the arguments of an error: what was tried, and a remedy or else a hint."""
+        """Return the arguments of an error: the places tried, and a remedy or else a hint."""
         facts = {"credentials": self.describe(), "registry": self._registry}
         if self._trusted_realms:
             return {**facts, "remedy": "trust_realm", "realms": self._trusted_realms}

@@ -39,7 +39,7 @@ class UploadTransport:
             )
 
     def open(self) -> Transport:
-        """Return the transport, whose connections are checked with the boundary of uploads."""
+        """Return the transport; its connections are checked with the boundary of uploads."""
         with self._lock:
             if self._transport is None:
                 session = open_session(self._connection, self._host, self._boundary)

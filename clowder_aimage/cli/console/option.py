@@ -545,7 +545,7 @@ class VerbSettings(NamedTuple):
         )
 
     def build_server_options(self) -> ClientOptions:
-        """Return the client options of a server, which logs what a verb prints."""
+        """Return the client options of a server: it logs the warnings that a verb prints."""
         from dataclasses import replace
 
         from clowder_aimage.registry.credential_trace import WarningLog

@@ -60,7 +60,7 @@ def _find_device(path: Path) -> int:
 
 
 def describe(limits: Iterable[Limit]) -> str:
-    """Return a sentence's end about limits: what is impossible, and the consequences."""
+    """Return the end of a sentence about limits: the missing calls and the consequences."""
     met = set(limits)
     if Limit.LOCKS in met:
         met.discard(Limit.HOST_LOCKS)
