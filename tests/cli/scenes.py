@@ -469,7 +469,7 @@ STOCKED = {
     "names and digests": """
         $ aimage ls
         NAME FAMILY TYPE SIZE CREATED DIGEST
-        shapes:latest z-image ... ago ...
+        shapes:latest z-image BF16 7.92 MB ...
         tiny:latest z-image BF16 1.2 MB ... 3fda4351828f
         $ aimage ls 'ti*' -q
         tiny:latest
