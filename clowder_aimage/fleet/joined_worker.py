@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from nats.aio.msg import Msg
@@ -22,7 +23,7 @@ from clowder_aimage import __version__
 from clowder_aimage.api.service import Service
 from clowder_aimage.engine.admission import NEVER
 from clowder_aimage.engine.executor import run_io
-from clowder_aimage.errors import AImageError, FormatError
+from clowder_aimage.errors import AImageError, FormatError, UsageError
 from clowder_aimage.fleet.frame import DEAD, LAST, Attempt
 from clowder_aimage.fleet.job import choice as job_choice
 from clowder_aimage.fleet.job.choice import JobChoice, Key
@@ -41,7 +42,7 @@ from clowder_aimage.fleet.job.run import (
 from clowder_aimage.fleet.link import LOST, MESSAGE_ID, FleetLink, LastFrameError
 from clowder_aimage.fleet.placement import Placement, SlotCounter
 from clowder_aimage.fleet.store_view import StoreView
-from clowder_aimage.fleet.worker_registry import WorkerStatus, WorkerWatch
+from clowder_aimage.fleet.worker_registry import MAX_MODELS, WorkerStatus, WorkerWatch
 from clowder_aimage.http.background import run_in_background
 from clowder_aimage.http.local_call import LocalCalls
 from clowder_aimage.http.route import Role
@@ -104,6 +105,14 @@ class JoinedWorker(Role):
         self._started_at = time.monotonic()
         self.done = self.failed = 0
         self.takes_jobs = True
+        self._check_status()
+
+    def _check_status(self) -> None:
+        """Raise UsageError if other programs would leave this worker out."""
+        try:
+            WorkerStatus.decode(self._build_status().encode(), self._identity.id)
+        except FormatError as error:
+            raise UsageError(f"a fleet does not accept this worker: {error.message}") from None
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -383,8 +392,8 @@ class JoinedWorker(Role):
             running=self._slots.running,
             loaded=tuple(sorted(self._placement.loaded)),
             at_work=self._slots.digests,
-            models=self._view.models,
-            kinds=self._view.kinds,
+            models=dict(islice(self._view.models.items(), MAX_MODELS)),
+            kinds=dict(islice(self._view.kinds.items(), MAX_MODELS)),
             aliases=dict(settings.aliases),
             default_model=settings.default_model,
             default_for=tuple(settings.default_for),

@@ -6,6 +6,7 @@ permissions of an account or a user limit it to one (deploy/nats).
 
 from __future__ import annotations
 
+import hashlib
 import re
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ INTERACTIVE, BATCH = "interactive", "batch"
 # The first is served first.
 PRIORITIES = (INTERACTIVE, BATCH)
 DEFAULT_FLEET = "aimage"
+_MAX_WORKER = 64
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,32}")
 
 
@@ -107,3 +109,15 @@ class FleetNames:
         parts = subject.split(".")
         is_job = len(parts) == 5 and parts[:2] == [self.fleet, "job"] and parts[2] in PRIORITIES
         return (parts[2], parts[3]) if is_job else None
+
+
+def make_worker_name(machine: str, port: str) -> str:
+    """Return the id of a worker by its machine and port: at most 64 letters, digits, "-" and "_".
+
+    Machines have different names, also those whose long names begin alike.
+    """
+    name = f"{re.sub('[^A-Za-z0-9_-]+', '-', machine).strip('-') or 'worker'}-{port}"
+    if len(name) <= _MAX_WORKER:
+        return name
+    digest = hashlib.sha256(name.encode()).hexdigest()[:8]
+    return f"{name[: _MAX_WORKER - len(port) - len(digest) - 2]}-{digest}-{port}"

@@ -4,26 +4,50 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import operator
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
 import tenacity
 from nats.aio.msg import Msg
 from nats.errors import NoRespondersError
 from nats.js.errors import Error as JetStreamError
 from nats.js.errors import KeyNotFoundError, NoKeysError
+from pydantic import Field, TypeAdapter
 
 from clowder_aimage.api.service import parse_model
 from clowder_aimage.errors import FormatError, NotFoundError, UsageError
+from clowder_aimage.fleet.field import (
+    STRICT,
+    Count,
+    DigestText,
+    Id,
+    Line,
+    ReferenceText,
+    escape_text,
+    is_id,
+    read_fields,
+)
 from clowder_aimage.fleet.link import LOST, FleetLink
 from clowder_aimage.fleet.stream import STATUS_TTL
-from clowder_aimage.oci import Reference, read_json
+from clowder_aimage.oci import Reference
 from clowder_aimage.oci.reference import DEFAULT_TAG
+
+# Models in a status, and workers in a registry.
+MAX_MODELS, MAX_WORKERS = 4096, 1000
+# Jobs that a worker may run at once.
+MAX_SLOTS = 1024
+_Digests = Annotated[tuple[DigestText, ...], Field(max_length=MAX_SLOTS)]
+_Models = Annotated[Mapping[ReferenceText, DigestText], Field(max_length=MAX_MODELS)]
+_Kinds = Annotated[Mapping[DigestText, Line], Field(max_length=MAX_MODELS)]
+_Aliases = Annotated[Mapping[Line, ReferenceText], Field(max_length=MAX_MODELS)]
+_log = logging.getLogger("aimage.fleet")
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,39 +59,48 @@ class WorkerStatus:
     load. ``slots`` jobs run at once. ``rate`` is jobs per minute.
     """
 
-    id: str
-    version: str = ""
-    address: str = ""
-    slots: int = 1
-    running: int = 0
-    loaded: tuple[str, ...] = ()
-    at_work: tuple[str, ...] = ()
-    models: Mapping[str, str] = field(default_factory=dict)
-    kinds: Mapping[str, str] = field(default_factory=dict)
-    aliases: Mapping[str, str] = field(default_factory=dict)
-    default_model: str | None = None
-    default_for: tuple[str, ...] = ()
+    __pydantic_config__ = STRICT
+
+    id: Id
+    version: Line = ""
+    address: Line = ""
+    slots: Annotated[int, Field(ge=1, le=MAX_SLOTS)] = 1
+    running: Count = 0
+    loaded: _Digests = ()
+    at_work: _Digests = ()
+    models: _Models = field(default_factory=dict)
+    kinds: _Kinds = field(default_factory=dict)
+    aliases: _Aliases = field(default_factory=dict)
+    default_model: ReferenceText | None = None
+    default_for: Annotated[tuple[Line, ...], Field(max_length=100)] = ()
     may_pull: bool = False
     is_draining: bool = False
-    done: int = 0
-    failed: int = 0
-    rate: float = 0.0
+    done: Count = 0
+    failed: Count = 0
+    rate: Annotated[float, Field(ge=0)] = 0.0
 
     def encode(self) -> bytes:
         """Return the status as JSON."""
         return json.dumps(asdict(self), separators=(",", ":")).encode()
 
     @classmethod
-    def decode(cls, raw: bytes) -> WorkerStatus:
-        """Return the status in JSON; unknown fields are of a later version. Raises FormatError."""
-        document = read_json(raw, "the status of a worker")
-        try:
-            fields = {name: document[name] for name in cls.__dataclass_fields__ if name in document}
-            for name in ("loaded", "at_work", "default_for"):
-                fields[name] = tuple(fields.get(name, ()))
-            return cls(**fields)
-        except (AttributeError, TypeError):
-            raise FormatError("the status of a worker cannot be read") from None
+    def decode(cls, raw: bytes, worker: str) -> WorkerStatus:
+        """Return the status of a worker in JSON. Raises FormatError."""
+        status = read_fields(_STATUS, raw, "the status of a worker")
+        if status.id != worker:
+            raise FormatError(f"the status of a worker has the id of another one: {status.id}")
+        return status
+
+
+_STATUS = TypeAdapter(WorkerStatus)
+
+
+@dataclass(frozen=True, slots=True)
+class RejectedStatus:
+    """The last status of a worker that is left out, and the reason."""
+
+    worker: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,30 +115,67 @@ class FleetModel:
 class WorkerRegistry:
     """The workers of a fleet by their statuses; a status is current for STATUS_TTL seconds.
 
-    The time is that of this machine alone: the clocks of workers do not matter.
+    The time is that of this machine alone: the clocks of workers do not matter. A status that is
+    not valid is left out; ``on_reject`` is called for each.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        on_reject: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._clock, self._on_reject = clock, on_reject
         self._statuses: dict[str, tuple[WorkerStatus, float]] = {}
+        self._rejected: dict[str, tuple[RejectedStatus, float]] = {}
+        # Workers whose rejected status was logged.
+        self._logged: set[str] = set()
         # Changes with each status.
         self.revision = 0
 
     def put(self, status: WorkerStatus) -> None:
         """Take a status that arrived now."""
         self._statuses[status.id] = status, self._clock()
+        self._rejected.pop(status.id, None)
         self.revision += 1
+
+    def read(self, worker: str, raw: bytes) -> None:
+        """Take a status as its worker wrote it; one that is not valid is left out."""
+        try:
+            status = WorkerStatus.decode(raw, worker)
+            if len(self.list_statuses()) >= MAX_WORKERS and worker not in self._statuses:
+                raise FormatError(f"there are {MAX_WORKERS} workers")
+        except FormatError as error:
+            self._reject(escape_text(worker), error.message)
+        else:
+            self.put(status)
+
+    def _reject(self, worker: str, reason: str) -> None:
+        self._on_reject()
+        if len(self._rejected) < MAX_WORKERS:
+            self._rejected[worker] = RejectedStatus(worker, reason), self._clock()
+        if worker not in self._logged and len(self._logged) < MAX_WORKERS:
+            self._logged.add(worker)
+            _log.warning("a worker is left out", extra={"worker": worker, "reason": reason})
 
     def remove(self, worker: str) -> None:
         """Remove a worker that has left."""
         self._statuses.pop(worker, None)
+        self._rejected.pop(escape_text(worker), None)
         self.revision += 1
 
     def list_statuses(self) -> list[WorkerStatus]:
         """Return the statuses of the workers that are there, by id."""
-        oldest = self._clock() - STATUS_TTL
-        self._statuses = {key: entry for key, entry in self._statuses.items() if entry[1] >= oldest}
+        self._statuses = self._select_current(self._statuses)
         return [status for _, (status, _) in sorted(self._statuses.items())]
+
+    def list_rejected(self) -> list[RejectedStatus]:
+        """Return the last statuses of workers that are left out, by worker."""
+        self._rejected = self._select_current(self._rejected)
+        return [rejected for _, (rejected, _) in sorted(self._rejected.items())]
+
+    def _select_current(self, entries: dict[str, tuple[_T, float]]) -> dict[str, tuple[_T, float]]:
+        oldest = self._clock() - STATUS_TTL
+        return {key: entry for key, entry in entries.items() if entry[1] >= oldest}
 
     def list_others(self, worker: str) -> list[WorkerStatus]:
         """Return the statuses of the other workers that take jobs."""
@@ -207,8 +277,8 @@ class WorkerWatch:
     Workers report again every few seconds, so a status that was missed is not missed for long.
     """
 
-    def __init__(self, link: FleetLink) -> None:
-        self.workers = WorkerRegistry()
+    def __init__(self, link: FleetLink, on_reject: Callable[[], object] = lambda: None) -> None:
+        self.workers = WorkerRegistry(on_reject=on_reject)
         self._link = link
         self._subject = f"$KV.{link.names.workers}."
 
@@ -226,39 +296,46 @@ class WorkerWatch:
         await self._link.client.subscribe(f"{self._subject}*", cb=self._take)
         # Workers report again.
         with contextlib.suppress(*LOST, JetStreamError):
-            for status in (await read_workers(self._link)).list_statuses():
-                self.workers.put(status)
+            await _read_bucket(self._link, self.workers)
         return True
 
     async def _take(self, message: Msg) -> None:
+        worker = message.subject.removeprefix(self._subject)
         if (message.headers or {}).get("KV-Operation") in ("DEL", "PURGE"):
-            self.workers.remove(message.subject.removeprefix(self._subject))
+            self.workers.remove(worker)
             return
-        with contextlib.suppress(FormatError):
-            self.workers.put(WorkerStatus.decode(message.data))
+        self.workers.read(worker, message.data)
 
 
 async def read_workers(link: FleetLink) -> WorkerRegistry:
     """Return the workers that are there now. Raises NatsError, TimeoutError."""
     workers = WorkerRegistry()
+    await _read_bucket(link, workers)
+    return workers
+
+
+async def _read_bucket(link: FleetLink, workers: WorkerRegistry) -> None:
     bucket = await link.streams.key_value(link.names.workers)
     with contextlib.suppress(NoKeysError):
         for key in await bucket.keys():
-            with contextlib.suppress(KeyNotFoundError, FormatError):
-                workers.put(WorkerStatus.decode((await bucket.get(key)).value or b""))
-    return workers
+            with contextlib.suppress(KeyNotFoundError):
+                # A long key would end the connection: it is a part of the subject of the request.
+                raw = (await bucket.get(key)).value if is_id(key) else None
+                workers.read(key, raw or b"")
 
 
 async def give_order(link: FleetLink, worker: str, order: str) -> dict[str, Any]:
     """Send an order to a worker, and return its status.
 
-    Raises NotFoundError: there is no such worker.
+    Raises NotFoundError: there is no such worker; FormatError: its answer is not valid.
     """
     data = json.dumps({"order": order}).encode()
+    if not is_id(worker):
+        raise NotFoundError(f"no worker {escape_text(worker)!r} is in the fleet")
     try:
         message = await link.client.request(
             link.names.build_control_subject(worker), data, timeout=5.0
         )
     except NoRespondersError:
         raise NotFoundError(f"no worker {worker!r} is in the fleet") from None
-    return asdict(WorkerStatus.decode(message.data))
+    return asdict(WorkerStatus.decode(message.data, worker))

@@ -265,6 +265,9 @@ def format_status(status: _Json) -> list[str]:
         done, models = str(worker["done"]), str(len(worker["models"]))
         rows.append((worker["id"], jobs, done, rate, models, loaded, state))
     text = [*head, "", *format_table(rows)] if workers else [*head, "", "no worker is running"]
+    left_out = [(rejected["worker"], rejected["reason"]) for rejected in status["left_out"]]
+    if left_out:
+        text += ["", *format_table([("LEFT OUT", "REASON"), *left_out])]
     queue = [
         (jobs["priority"], names.get(jobs["digest"], jobs["digest"][7:19]), str(jobs["jobs"]))
         for jobs in status["queue"]

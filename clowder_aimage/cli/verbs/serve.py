@@ -6,7 +6,6 @@ import contextlib
 import errno
 import os
 import platform
-import re
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
@@ -447,10 +446,9 @@ def _join_fleet(
     """Return the role of a worker that takes the jobs of a fleet."""
     from clowder_aimage.fleet.joined_worker import JoinedWorker, WorkerIdentity
     from clowder_aimage.fleet.link import WORKER, FleetLink
+    from clowder_aimage.fleet.name import make_worker_name
 
     port = urls[0].rpartition(":")[2] if urls and urls[0].startswith("http") else str(os.getpid())
-    # The name is a part of subjects of NATS.
-    machine = re.sub(r"[^A-Za-z0-9_-]", "-", platform.node().partition(".")[0])[:48] or "worker"
-    name = service.settings.worker_name or f"{machine}-{port}"
+    name = service.settings.worker_name or make_worker_name(platform.node(), port)
     link = FleetLink(fleet, WORKER, name)
     return JoinedWorker(link, service, calls, WorkerIdentity(name, urls[0] if urls else ""))

@@ -17,6 +17,8 @@ from clowder_aimage.http.api_error import ApiError, convert_error
 DONE, REFUSED, FAILED, CANCELLED = "done", "refused", "failed", "cancelled"
 GIVEN_UP, EXPIRED, UNAVAILABLE = "given_up", "expired", "unavailable"
 OUTCOMES = (DONE, REFUSED, FAILED, CANCELLED, GIVEN_UP, EXPIRED, UNAVAILABLE)
+# Kinds of messages of workers.
+REJECTED = STATUS, RESPONSE, ANSWER = "status", "response", "answer"
 _LONG = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 
@@ -51,6 +53,14 @@ class GatewayMetrics:
             f"{name}_waiting", "Jobs that wait in this gateway.", registry=registry
         )
         self.workers = Gauge(f"{name}_workers", "Workers that take jobs.", registry=registry)
+        self.rejected = Counter(
+            f"{name}_rejected",
+            "Messages of workers that are not valid, by kind.",
+            ["kind"],
+            registry=registry,
+        )
+        for kind in REJECTED:
+            self.rejected.labels(kind)
         self.connected = Gauge(
             f"{name}_connected", "Whether the fleet on NATS can be used.", registry=registry
         )

@@ -17,7 +17,7 @@ from clowder_aimage.fleet.gateway.fair_queue import FairQueue
 from clowder_aimage.fleet.gateway.metric import GatewayMetrics
 from clowder_aimage.fleet.link import LOST, MESSAGE_ID, FleetLink
 from clowder_aimage.fleet.name import PRIORITIES
-from clowder_aimage.fleet.worker_registry import WorkerRegistry, WorkerStatus
+from clowder_aimage.fleet.worker_registry import RejectedStatus, WorkerRegistry, WorkerStatus
 
 # Seconds between two looks at the queue.
 INTERVAL = 2.0
@@ -38,11 +38,12 @@ class QueuedJobs:
 class FleetFacts:
     """A fleet: its workers, the jobs on its queue, and those that were given up.
 
-    ``stored`` of ``room`` bytes are in use.
+    ``stored`` of ``room`` bytes are in use. Workers whose statuses are not valid are ``left_out``.
     """
 
     fleet: str
     workers: Sequence[WorkerStatus]
+    left_out: Sequence[RejectedStatus]
     queue: Sequence[QueuedJobs]
     jobs: int
     stored: int
@@ -67,6 +68,7 @@ class FleetStatus:
         return FleetFacts(
             fleet=names.fleet,
             workers=self._workers.list_statuses(),
+            left_out=self._workers.list_rejected(),
             queue=[
                 QueuedJobs(priority, f"sha256:{digest}", count)
                 for (priority, digest), count in sorted(queued.items())

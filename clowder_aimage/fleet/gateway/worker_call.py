@@ -20,7 +20,7 @@ from nats.errors import NoRespondersError
 
 from clowder_aimage.api.answer_stream import NdjsonStream
 from clowder_aimage.api.request_body import read_object
-from clowder_aimage.errors import FormatError, UsageError
+from clowder_aimage.errors import UsageError
 from clowder_aimage.fleet.gateway import operation
 from clowder_aimage.fleet.job.job import FleetJob
 from clowder_aimage.fleet.job.request import ANSWER, BODY, LINE, PART, STATUS
@@ -213,8 +213,7 @@ class WorkerCalls:
                 raise NoRespondersError
             kind = headers_received.get(PART)
             if kind == STATUS:
-                with contextlib.suppress(FormatError):
-                    self._workers.put(WorkerStatus.decode(message.data))
+                self._workers.read(worker, message.data)
             elif kind == LINE and on_line is not None:
                 on_line(worker, read_json(message.data, "a line of a transfer"))
             elif kind == BODY or ANSWER in headers_received:

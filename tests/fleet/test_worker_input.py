@@ -1,0 +1,123 @@
+"""Messages of workers are input: their readers, against one table of hostile ones."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+
+from clowder_aimage.errors import FormatError
+from clowder_aimage.fleet.field import is_id
+from clowder_aimage.fleet.name import make_worker_name
+from clowder_aimage.fleet.worker_registry import MAX_MODELS, WorkerRegistry, WorkerStatus
+from tests.fleet.hostile_message import HTML, list_hostile_messages
+
+DIGEST = "sha256:" + "3" * 64
+STATUS = WorkerStatus(
+    "zz",
+    version="0.1.0",
+    address="http://127.0.0.1:11434",
+    loaded=(DIGEST,),
+    at_work=(DIGEST,),
+    models={"tiny:latest": DIGEST},
+    kinds={DIGEST: "image"},
+    aliases={"gpt-image-1": "tiny"},
+    default_model="tiny",
+    default_for=("gpt-*",),
+)
+
+
+def change(**fields: Any) -> bytes:
+    return json.dumps({**asdict(STATUS), **fields}).encode()
+
+
+def test_a_status_is_valid_or_refused() -> None:
+    accepted = []
+    for name, raw in list_hostile_messages(asdict(STATUS)):
+        with contextlib.suppress(FormatError):
+            status = WorkerStatus.decode(raw, "zz")
+            assert status == WorkerStatus.decode(status.encode(), "zz"), name
+            accepted.append(name)
+    assert "unknown='x'" in accepted
+    assert not [name for name in accepted if name.startswith("id")]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"id": "other"},
+        {"id": "a" * 65},
+        {"slots": True},
+        {"slots": 0},
+        {"slots": 10**9},
+        {"running": -1},
+        {"rate": True},
+        {"models": {"../../etc": DIGEST}},
+        {"models": {"tiny:latest": DIGEST[:-1]}},
+        {"models": {f"m{number}": DIGEST for number in range(MAX_MODELS + 1)}},
+        {"kinds": {"x": "image"}},
+        {"version": "\u202e1.0"},
+        {"address": "\x1b[2J"},
+        {"default_for": ["*a" * 200]},
+        {"default_model": "Not A Model"},
+        {"aliases": {"a\nb": "tiny"}},
+    ],
+    ids=str,
+)
+def test_a_field_out_of_bounds_is_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(FormatError, match="the status of a worker"):
+        WorkerStatus.decode(change(**fields), "zz")
+
+
+def test_a_status_that_is_refused_is_left_out_counted_and_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    now, counted = [0.0], []
+    workers = WorkerRegistry(lambda: now[0], lambda: counted.append(1))
+    with caplog.at_level(logging.WARNING, "aimage.fleet"):
+        for _ in range(3):
+            workers.read("zz", change(models=5, version=HTML))
+            workers.read("\u202e" * 5000, change())
+    assert workers.list_statuses() == [] and len(counted) == 6
+    rejected = {entry.worker: entry.reason for entry in workers.list_rejected()}
+    assert "models" in rejected["zz"] and len(rejected) == 2
+    shown = [*rejected, *rejected.values(), *(str(vars(record)) for record in caplog.records)]
+    assert all(text.isprintable() and len(text) < 3000 and HTML not in text for text in shown)
+    assert len(caplog.records) == 2
+    workers.read("zz", change())
+    assert [status.id for status in workers.list_statuses()] == ["zz"]
+    assert "zz" not in {entry.worker for entry in workers.list_rejected()}
+    now[0] = 60.0
+    assert workers.list_rejected() == []
+
+
+def test_a_registry_has_a_bounded_number_of_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("clowder_aimage.fleet.worker_registry.MAX_WORKERS", 2)
+    workers = WorkerRegistry()
+    for name in ("a", "b", "c", "a"):
+        workers.read(name, change(id=name))
+    assert [status.id for status in workers.list_statuses()] == ["a", "b"]
+    assert [entry.worker for entry in workers.list_rejected()] == ["c"]
+
+
+@pytest.mark.parametrize(
+    ("machine", "name"),
+    [
+        ("gpu-3", "gpu-3-80"),
+        ("gpu-1.rack-2.example.com", "gpu-1-rack-2-example-com-80"),
+        ("", "worker-80"),
+        ("...", "worker-80"),
+        ("máquina", "m-quina-80"),
+    ],
+)
+def test_a_worker_is_named_after_its_machine(machine: str, name: str) -> None:
+    assert make_worker_name(machine, "80") == name
+
+
+def test_machines_with_long_names_have_workers_with_different_names() -> None:
+    names = {make_worker_name(f"{'long' * 20}.{end}", "65535") for end in "abc"}
+    assert len(names) == 3 and all(map(is_id, names))
