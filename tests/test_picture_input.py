@@ -12,15 +12,15 @@ import pytest
 
 pytest.importorskip("PIL")
 
-from PIL import Image
+from PIL import Image, ImageFile
 
 from clowder_aimage.errors import UsageError
 from clowder_aimage.generation.request import GenerateRequest
+from clowder_aimage.pictures.decode import decode
+from clowder_aimage.pictures.fit import fit
 from clowder_aimage.pictures.input import (
     check_mask,
     compute_mask_box,
-    decode,
-    fit,
     inspect,
     paste,
     prepare,
@@ -67,6 +67,10 @@ def test_the_types_that_are_read(kind: str) -> None:
         (file_of(Image.effect_noise((64, 64), 90))[:2000], "it is not a picture that can be read"),
         (png_header(100_000, 100_000), "it has more than 33554432 pixels"),
         (png_header(8193, 8192), "it has more than 33554432 pixels"),
+        (png_header(1, 30_000_000), "it has 1 x 30000000 pixels: a side may have at most 32768"),
+        (png_header(40_000, 800), "it has 40000 x 800 pixels: a side may have at most 32768"),
+        (png_header(32_768, 400), "pixels: one side may be at most 64 times the other"),
+        (png_header(1, 65), "pixels: one side may be at most 64 times the other"),
         (png_header(0, 5), "it is not a picture that can be read"),
         (
             file_of(gradient(), "PNG", save_all=True, append_images=[gradient().rotate(180)]),
@@ -123,6 +127,13 @@ def test_a_cmyk_picture_and_a_palette() -> None:
     palette = gradient().quantize(8)
     assert decode(file_of(palette), "it").mode == "RGB"
     assert decode(file_of(palette, transparency=0), "it").mode == "RGBA"
+
+
+def test_a_size_is_refused_before_the_picture_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ImageFile.ImageFile, "load", lambda _: pytest.fail("it was decoded"))
+    for size in (1, 30_000_000), (8193, 8192), (100, 6401):
+        with pytest.raises(UsageError, match="pixels"):
+            decode(png_header(*size), "it")
 
 
 @pytest.mark.parametrize("how", ["crop", "pad", "stretch"])

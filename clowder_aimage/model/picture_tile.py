@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-Pixels = npt.NDArray[np.uint8]
+from clowder_aimage.model.pixel import Pixels, build_pixels, crop_strip, list_strips
+
 Floats = npt.NDArray[np.float32]
 # Pixels of a picture that are painted again where it is expanded
 SEAM = 32
@@ -45,8 +46,12 @@ def _compute_distance(length: int, before: int, after: int) -> Floats:
 
 def mix(generated: Pixels, original: Pixels, share: Floats) -> Pixels:
     """Mix two pictures (height, width, 3) with ``share`` (height, width) of ``generated``."""
-    weight = share[..., None]
-    return np.asarray((generated * weight + original * (1 - weight)).round(), np.uint8)
+
+    def compute(rows: slice) -> Floats:
+        weight = share[rows, :, None]
+        return generated[rows] * weight + original[rows] * (1 - weight)
+
+    return build_pixels(original, compute)
 
 
 def keep_shapes(generated: Pixels, original: Pixels, cell: float) -> Pixels:
@@ -58,22 +63,54 @@ def keep_shapes(generated: Pixels, original: Pixels, cell: float) -> Pixels:
     result = np.empty_like(generated)
     # One colour at a time bounds the memory of float32 copies
     for colour in range(generated.shape[2]):
-        channel = original[..., colour].astype(np.float32)
-        change = generated[..., colour] - channel
-        change -= _smooth(change, cell)
-        variance = _smooth(channel * channel, cell) - _smooth(channel, cell) ** 2
-        limit = _FLAT + _CONTRAST * np.sqrt(np.maximum(variance, 0))
-        channel += np.clip(change, -limit, limit)
-        result[..., colour] = np.clip(channel, 0, 255).round()
+        result[..., colour] = _keep_shape(generated[..., colour], original[..., colour], cell)
     return result
 
 
-def _smooth(values: Floats, cell: float) -> Floats:
-    """Return the means of cells, interpolated."""
-    height, width = values.shape
+def _keep_shape(generated: Pixels, original: Pixels, cell: float) -> Pixels:
+    limit = _limit_change(original, cell)
+
+    def compute_change(rows: slice) -> Floats:
+        return np.asarray(generated[rows] - original[rows].astype(np.float32))
+
+    smooth_change = _smooth(original, compute_change, cell)
+
+    def compute(rows: slice) -> Floats:
+        most = _to_floats(limit, rows)
+        change = compute_change(rows) - _to_floats(smooth_change, rows)
+        return np.asarray(np.clip(original[rows] + np.clip(change, -most, most), 0, 255))
+
+    return build_pixels(original, compute)
+
+
+def _limit_change(original: Pixels, cell: float) -> Image.Image:
+    """Return the levels by which each pixel may change."""
+    limit = _smooth(original, lambda rows: original[rows].astype(np.float32) ** 2, cell)
+    smooth = _smooth(original, lambda rows: original[rows].astype(np.float32), cell)
+    for rows in list_strips(len(original)):
+        variance = _to_floats(limit, rows) - _to_floats(smooth, rows) ** 2
+        levels = _FLAT + _CONTRAST * np.sqrt(np.maximum(variance, 0))
+        limit.paste(Image.fromarray(levels), (0, rows.start))
+    return limit
+
+
+def _smooth(like: Pixels, compute: Callable[[slice], Floats], cell: float) -> Image.Image:
+    """Return the means of cells, interpolated; ``compute`` returns numbers of some rows."""
+    height, width = like.shape
+    return _average(like, compute, cell).resize((width, height), Image.Resampling.BICUBIC)
+
+
+def _average(like: Pixels, compute: Callable[[slice], Floats], cell: float) -> Image.Image:
+    height, width = like.shape
+    values = Image.new("F", (width, height))
+    for rows in list_strips(height):
+        values.paste(Image.fromarray(compute(rows)), (0, rows.start))
     fewer = max(1, round(width / cell)), max(1, round(height / cell))
-    means = Image.fromarray(values).resize(fewer, Image.Resampling.BOX)
-    return np.asarray(means.resize((width, height), Image.Resampling.BICUBIC))
+    return values.resize(fewer, Image.Resampling.BOX)
+
+
+def _to_floats(values: Image.Image, rows: slice) -> Floats:
+    return np.asarray(crop_strip(values, rows), np.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,20 +138,27 @@ class TileGrid:
         """Return the tiles of a picture (height, width, 3)."""
         across, down = self.tile
         padding = [(0, max(0, down - self.height)), (0, max(0, across - self.width)), (0, 0)]
-        padded = np.pad(picture, padding, mode="edge")
+        padded = np.pad(picture, padding, mode="edge") if np.any(padding) else picture
         return [padded[y : y + down, x : x + across] for x, y in self.origins]
 
     def join(self, tiles: Sequence[Pixels]) -> Pixels:
         """Return the picture of its tiles, with linear mixing in overlaps."""
         across, down = self.tile
-        shape = max(self.height, down), max(self.width, across), 1
-        total, weights = np.zeros((*shape[:2], 3), np.float32), np.zeros(shape, np.float32)
         weight = (_compute_ramp(down)[:, None] * _compute_ramp(across)[None])[..., None]
-        for (x, y), tile in zip(self.origins, tiles, strict=True):
-            total[y : y + down, x : x + across] += tile * weight
-            weights[y : y + down, x : x + across] += weight
-        total /= weights
-        return np.asarray(total[: self.height, : self.width].round(), np.uint8)
+
+        def compute(rows: slice) -> Floats:
+            shape = rows.stop - rows.start, max(self.width, across), 1
+            total, weights = np.zeros((*shape[:2], 3), np.float32), np.zeros(shape, np.float32)
+            for (x, y), tile in zip(self.origins, tiles, strict=True):
+                first, last = max(rows.start, y), min(rows.stop, y + down)
+                if first < last:
+                    place = slice(first - rows.start, last - rows.start), slice(x, x + across)
+                    part = slice(first - y, last - y)
+                    total[place] += tile[part] * weight[part]
+                    weights[place] += weight[part]
+            return np.asarray((total / weights)[:, : self.width], np.float32)
+
+        return build_pixels(np.empty((self.height, self.width, 3), np.uint8), compute)
 
 
 def _starts(length: int, tile: int) -> list[int]:

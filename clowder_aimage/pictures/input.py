@@ -7,22 +7,24 @@ decodes them, after their type and size were checked from the header.
 from __future__ import annotations
 
 import io
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image, ImageChops, ImageFilter, ImageOps
+from PIL import Image, ImageChops, ImageFilter
 
 from clowder_aimage.content import ContentStore, Lease, build_bytes_body
 from clowder_aimage.content.store import BlobFiles
 from clowder_aimage.errors import NotFoundError, TooLargeError, UsageError
 from clowder_aimage.generation.request import ALPHA, GenerateRequest
-from clowder_aimage.model.picture_tile import Pixels, TileGrid, keep_shapes, mix, new_area
+from clowder_aimage.model.picture_tile import TileGrid, keep_shapes, mix, new_area
 from clowder_aimage.model.pipeline import PictureInput
+from clowder_aimage.model.pixel import Pixels, build_pixels, convert, to_pixels
 from clowder_aimage.oci import Descriptor, Digest
+from clowder_aimage.pictures.decode import Picture, decode
+from clowder_aimage.pictures.fit import fit, resize
 from clowder_aimage.pictures.input_file import (
     MAX_BYTES,
     TYPES,
@@ -31,10 +33,6 @@ from clowder_aimage.pictures.input_file import (
     compute_expanded_size,
 )
 
-Picture = Image.Image
-# For example 8192 by 4096: 100 MB when it is decoded
-MAX_PIXELS = 1 << 25
-_STRIP = 64  # rows
 # The least value of a mask that is painted
 _PAINTED = 128
 # A multiple of the sides of most models
@@ -112,60 +110,10 @@ def _build_mask(image: Picture, mask: Picture | None) -> Picture:
         mask = ImageChops.invert(image.getchannel("A"))
     if mask.size != image.size:
         raise _build_size_error("mask", mask, image)
-    mask = mask.convert("L")
-    if not (np.asarray(mask) >= _PAINTED).any():
+    mask = convert(mask, "L")
+    if not any(mask.histogram()[_PAINTED:]):
         raise UsageError("the mask is empty: white is painted, and it has none")
     return mask
-
-
-def decode(data: bytes, label: str) -> Picture:
-    """Return a picture upright, as RGB or RGBA; ``info["kind"]`` is its format.
-
-    Raises:
-        UsageError: It is not a PNG, JPEG or WebP file, is damaged, animated or too large.
-    """
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            with Image.open(io.BytesIO(data), formats=list(TYPES)) as image:
-                width, height = image.size
-                if width * height > MAX_PIXELS:
-                    raise Image.DecompressionBombError
-                kind = str(image.format)
-                # A JPEG with previews behind it, as some cameras write
-                if kind == "MPO":
-                    kind = "JPEG"
-                elif getattr(image, "n_frames", 1) > 1:
-                    raise UsageError(f"{label} is animated", hint="use one of its pictures")
-                image.load()
-                ImageOps.exif_transpose(image, in_place=True)
-                coloured = _convert_to_colour(image)
-    except UsageError:
-        raise
-    except Image.DecompressionBombError:
-        # Pillow's own limit is above this one
-        raise TooLargeError(f"{label} has more than {MAX_PIXELS} pixels") from None
-    except Exception:
-        # Pillow has no common class for the errors of damaged files
-        raise UsageError(
-            f"{label} is not a picture that can be read", hint="use a PNG, JPEG or WebP file"
-        ) from None
-    coloured.info = {"kind": kind}
-    return coloured
-
-
-def _convert_to_colour(image: Picture) -> Picture:
-    # 16 bits, or 32 bits with the same range
-    if image.mode.startswith("I"):
-        bytes_ = np.empty((image.height, image.width), np.uint8)
-        # In strips: the values of the whole picture would take much memory
-        for top in range(0, image.height, _STRIP):
-            strip = image.crop((0, top, image.width, min(image.height, top + _STRIP)))
-            values = np.clip(np.asarray(strip), 0, 65535)
-            bytes_[top : top + _STRIP] = values // 257
-        image = Image.fromarray(bytes_)
-    has_alpha = image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info
-    return image.convert("RGBA" if has_alpha else "RGB")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -191,10 +139,10 @@ class PictureInputs:
         """
         if request.input.references:
             read = (
-                self._read(reference, "reference").convert("RGB")
+                convert(self._read(reference, "reference"), "RGB")
                 for reference in request.input.references
             )
-            pictures = PictureInput(references=tuple(map(np.asarray, read)))
+            pictures = PictureInput(references=tuple(map(to_pixels, read)))
             return PreparedPicture(pictures, lambda generated: generated)
         if request.input.image is None and request.control.image is None:
             return None
@@ -237,13 +185,8 @@ def _fit_to_request(request: GenerateRequest, picture: Picture | None) -> Pixels
     """Return a picture in RGB, fitted to the request."""
     if picture is None:
         return None
-    return np.asarray(
-        fit(
-            picture.convert("RGB"),
-            (request.sampling.width, request.sampling.height),
-            request.input.fit,
-        )
-    )
+    size = request.sampling.width, request.sampling.height
+    return to_pixels(fit(convert(picture, "RGB"), size, request.input.fit))
 
 
 def prepare(
@@ -253,14 +196,14 @@ def prepare(
     control: Picture | None = None,
 ) -> PreparedPicture:
     """Return a picture and its mask, fitted to the request. Raises UsageError."""
-    picture = image.convert("RGB")
+    picture = convert(image, "RGB")
     if request.input.expand is not None:
         return _expand_picture(request, request.input.expand, picture, control)
     size = request.sampling.width, request.sampling.height
     if mask is not None and request.input.crop:
         return _crop_to_mask(request, picture, mask, control)
-    pixels = np.asarray(fit(picture, size, request.input.fit))
-    cells = None if mask is None else np.asarray(fit(mask, size, request.input.fit))
+    pixels = to_pixels(fit(picture, size, request.input.fit))
+    cells = None if mask is None else to_pixels(fit(mask, size, request.input.fit))
     inputs = PictureInput(pixels, cells, _fit_to_request(request, control))
     if cells is None or not request.input.paste:
         return PreparedPicture(inputs, lambda generated: generated)
@@ -273,24 +216,19 @@ def _crop_to_mask(
     request: GenerateRequest, image: Picture, mask: Picture, control: Picture | None
 ) -> PreparedPicture:
     """Return the part of a picture around its mask; the result is put back into the whole."""
-    left, top, right, bottom = compute_mask_box(
-        np.asarray(mask) >= _PAINTED, request.sampling.width / request.sampling.height
-    )
-    box = left, top, right, bottom
+    original, painted = to_pixels(image), to_pixels(mask)
     size = request.sampling.width, request.sampling.height
+    left, top, right, bottom = box = compute_mask_box(painted >= _PAINTED, size[0] / size[1])
     inputs = PictureInput(
-        np.asarray(_resize(image.crop(box), size)),
-        np.asarray(_resize(mask.crop(box), size)),
+        to_pixels(resize(image.crop(box), size)),
+        to_pixels(resize(mask.crop(box), size)),
         _fit_to_request(request, control.crop(box)) if control is not None else None,
     )
-    original, painted = np.asarray(image), np.asarray(mask)
 
     def finish(generated: Pixels) -> Pixels:
-        patch = Image.fromarray(generated).resize(
-            (right - left, bottom - top), Image.Resampling.LANCZOS
-        )
+        patch = resize(Image.fromarray(generated), (right - left, bottom - top))
         result = original.copy()
-        result[top:bottom, left:right] = np.asarray(patch)
+        result[top:bottom, left:right] = to_pixels(patch)
         return paste(result, original, painted, request.input.feather)
 
     return PreparedPicture(inputs, finish)
@@ -303,10 +241,8 @@ def _expand_picture(
 
     Raises UsageError: the request's size is not that, rounded up.
     """
-    share = new_area(*image.size, expand)
     left, top, right, bottom = expand
-    original = np.pad(np.asarray(image), [(top, bottom), (left, right), (0, 0)], mode="edge")
-    height, width = share.shape
+    width, height = image.width + left + right, image.height + top + bottom
     down, across = request.sampling.height - height, request.sampling.width - width
     if not 0 <= min(down, across) <= max(down, across) < EXPANDED_MULTIPLE:
         wide, high = compute_expanded_size(*image.size, expand, EXPANDED_MULTIPLE)
@@ -315,17 +251,19 @@ def _expand_picture(
             f"{request.sampling.width}x{request.sampling.height} does not fit",
             hint=f"use {wide}x{high}",
         )
-    padding = [(0, down), (0, across)]
-    pixels = np.pad(original, [*padding, (0, 0)], mode="edge")
-    mask = np.pad(np.uint8(255) * (share > 0), padding, constant_values=255)
-    guide = _fit_to_request(request, control)
+    sides = [(top, bottom + down), (left, right + across), (0, 0)]
+    pixels = np.pad(to_pixels(image), sides, mode="edge")
+    share = new_area(*image.size, expand)
+    mask = np.full(pixels.shape[:2], 255, np.uint8)
+    mask[:height, :width] *= share > 0
     # A control picture of another size is one of the whole result
+    guide = _fit_to_request(request, control)
     if control is not None and control.size == image.size:
-        sides = [(top, bottom + down), (left, right + across), (0, 0)]
-        guide = np.pad(np.asarray(control.convert("RGB")), sides, mode="edge")
-    inputs = PictureInput(pixels, mask.astype(np.uint8), guide)
+        guide = np.pad(to_pixels(convert(control, "RGB")), sides, mode="edge")
+    original = pixels[:height, :width]
     return PreparedPicture(
-        inputs, lambda generated: mix(generated[:height, :width], original, share)
+        PictureInput(pixels, mask, guide),
+        lambda generated: mix(generated[:height, :width], original, share),
     )
 
 
@@ -339,13 +277,12 @@ def enlarge(
     assert request.input.upscale is not None  # noqa: S101 - the caller's condition
     width, height = compute_enlarged_size(*image.size, request.input.upscale)
     grid = TileGrid.cover(width, height, (request.sampling.width, request.sampling.height))
-    resized = np.asarray(_resize(image.convert("RGB"), (width, height)))
+    resized = to_pixels(resize(convert(image, "RGB"), (width, height)))
     tiles = grid.cut(resized)
     guides: Sequence[Pixels | None] = [None] * len(tiles)
     if control is not None:
-        guides = grid.cut(
-            np.asarray(fit(control.convert("RGB"), (width, height), request.input.fit))
-        )
+        fitted = fit(convert(control, "RGB"), (width, height), request.input.fit)
+        guides = grid.cut(to_pixels(fitted))
     pairs = zip(tiles, guides, strict=True)
     parts = tuple(PictureInput(tile, control=guide) for tile, guide in pairs)
     # Changes within two pixels of the original are details
@@ -377,39 +314,15 @@ def compute_mask_box(mask: npt.NDArray[np.bool_], aspect: float) -> tuple[int, i
     return left, top, left + wide, top + high
 
 
-def fit(image: Picture, size: tuple[int, int], mode: str) -> Picture:
-    """Return a picture of ``size``: cropped to its proportions, padded with its edge, or stretched.
-
-    Resampled by Lanczos, as diffusers does.
-    """
-    if image.size == size:
-        return image
-    if mode == "stretch":
-        return _resize(image, size)
-    choose = max if mode == "crop" else min
-    factor = choose(size[0] / image.width, size[1] / image.height)
-    scaled = max(1, round(image.width * factor)), max(1, round(image.height * factor))
-    resized = _resize(image, scaled)
-    left, top = (size[0] - scaled[0]) // 2, (size[1] - scaled[1]) // 2
-    if mode == "crop":
-        return resized.crop((-left, -top, size[0] - left, size[1] - top))
-    sides = [(top, size[1] - scaled[1] - top), (left, size[0] - scaled[0] - left)]
-    # The padding of a mask is painted
-    if image.mode == "L":
-        return Image.fromarray(np.pad(np.asarray(resized), sides, constant_values=255))
-    return Image.fromarray(np.pad(np.asarray(resized), [*sides, (0, 0)], mode="edge"))
-
-
-def _resize(image: Picture, size: tuple[int, int]) -> Picture:
-    return image.resize(size, Image.Resampling.LANCZOS)
-
-
 def paste(generated: Pixels, original: Pixels, mask: Pixels, feather: int) -> Pixels:
     """Paste white parts of the mask into the original; mix ``feather`` pixels."""
     share = (mask >= _PAINTED).astype(np.uint8) * 255
     if feather:
         blurred = Image.fromarray(share).filter(ImageFilter.GaussianBlur(feather / 2))
         share = np.asarray(blurred)
-    weight = share[..., None].astype(np.float32) / 255
-    mixed = generated * weight + original * (1 - weight)
-    return np.asarray(mixed.round(), np.uint8)
+
+    def compute(rows: slice) -> npt.NDArray[np.float32]:
+        weight = share[rows, :, None].astype(np.float32) / 255
+        return np.asarray(generated[rows] * weight + original[rows] * (1 - weight), np.float32)
+
+    return build_pixels(original, compute)

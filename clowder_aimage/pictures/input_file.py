@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from clowder_aimage.errors import TooLargeError, UsageError
 from clowder_aimage.generation.check import build_parameter_error
 from clowder_aimage.generation.request import MAX_SIDE, check_area
 from clowder_aimage.oci import Descriptor
@@ -16,6 +17,12 @@ TYPES = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp"}
 DECLARED_TYPES = (*TYPES.values(), "image/jpg", "application/octet-stream", "")
 # The limit of a picture file
 MAX_BYTES = 64 << 20
+# For example 8192 by 4096: 128 MiB when it is decoded
+MAX_PIXELS = 1 << 25
+# Resampling needs memory in proportion to the sides
+MAX_PICTURE_SIDE = 1 << 15
+# The largest ratio of the sides
+_RATIO = 64
 BASE64 = "([A-Za-z0-9+/]{4})*([A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?"  # with padding
 # Characters, a multiple of 4
 _CHUNK = 1 << 20
@@ -32,6 +39,24 @@ class InputFile:
     descriptor: Descriptor
     width: int
     height: int
+
+
+def build_too_large_error(label: str) -> TooLargeError:
+    """Return the error for a picture with too many pixels."""
+    return TooLargeError(f"{label} has more than {MAX_PIXELS} pixels")
+
+
+def check_dimensions(width: int, height: int, label: str) -> None:
+    """Refuse a picture by its size, before it is decoded. Raises UsageError."""
+    if width * height > MAX_PIXELS:
+        raise build_too_large_error(label)
+    limit = ""
+    if max(width, height) > MAX_PICTURE_SIDE:
+        limit = f"a side may have at most {MAX_PICTURE_SIDE}"
+    elif max(width, height) > _RATIO * min(width, height):
+        limit = f"one side may be at most {_RATIO} times the other"
+    if limit:
+        raise UsageError(f"{label} has {width} x {height} pixels: {limit}", hint="crop it")
 
 
 def decode_base64(text: bytes) -> bytes:
