@@ -109,6 +109,9 @@ class Queue:
 
     # -- what a worker calls
 
+    def listen(self, *_: object) -> None:
+        pass
+
     async def add_consumer(self, *_: object) -> None:
         pass
 
@@ -153,7 +156,7 @@ class SimulatedWorker(JoinedWorker):
         now = asyncio.get_running_loop().time
         self._watch.workers._clock = now
         self._placement.demand.clock = now
-        self._is_subscribed, self._queue, self._role, self._results = True, queue, role, results
+        self._queue, self._role, self._results = queue, role, results
 
     async def run(self) -> None:
         loops = (self._report, 0.25), (self._sweep, 0.25), (self._take, 0.0)

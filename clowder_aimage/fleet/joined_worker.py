@@ -99,13 +99,13 @@ class JoinedWorker(Role):
         self._tasks: set[asyncio.Task[None]] = set()
         # The time of the last request to each.
         self._consumers: dict[Key, float] = {}
-        self._is_subscribed = False
         self._swept = self._reported = 0.0
         self._last_published: object = None
         self._started_at = time.monotonic()
         self.done = self.failed = 0
         self.takes_jobs = True
         self._check_status()
+        self._listen()
 
     def _check_status(self) -> None:
         """Raise UsageError if other programs would leave this worker out."""
@@ -314,12 +314,10 @@ class JoinedWorker(Role):
         await message.term()
 
     async def _sweep(self) -> None:
-        """Subscribe once connected, and look for jobs whose announcement reached no worker."""
+        """Look for jobs whose announcement reached no worker."""
         names = self._link.names
         if not self._link.is_ready:
             return
-        if not self._is_subscribed:
-            await self._listen()
         timestamp = time.monotonic()
         if self.takes_jobs and timestamp >= self._swept:
             self._swept = timestamp + SWEEP * random.uniform(0.8, 1.2)  # noqa: S311
@@ -335,13 +333,12 @@ class JoinedWorker(Role):
 
     # -- messages of the fleet
 
-    async def _listen(self) -> None:
-        names, subscribe = self._link.names, self._link.client.subscribe
-        await subscribe(names.announcements, cb=self._on_announcement)
-        await subscribe(names.build_cancel_subject("*"), cb=self._on_cancel)
-        await subscribe(names.build_call_subject(self._identity.id), cb=self._on_call)
-        await subscribe(names.build_control_subject(self._identity.id), cb=self._on_order)
-        self._is_subscribed = True
+    def _listen(self) -> None:
+        names, listen = self._link.names, self._link.listen
+        listen(names.announcements, self._on_announcement)
+        listen(names.build_cancel_subject("*"), self._on_cancel)
+        listen(names.build_call_subject(self._identity.id), self._on_call)
+        listen(names.build_control_subject(self._identity.id), self._on_order)
 
     async def _on_announcement(self, message: Msg) -> None:
         subject, _, number = message.data.decode("ascii", "replace").partition(" ")
@@ -416,7 +413,7 @@ class JoinedWorker(Role):
         room = self._slots.digests, self._slots.running
         state = self._placement.loaded, self._view.models, room, self.takes_jobs
         is_due = state != self._last_published or time.monotonic() - self._reported >= REPORT
-        if is_due and self._is_subscribed and self._link.is_ready:
+        if is_due and self._link.is_ready:
             self._last_published, self._reported = state, time.monotonic()
             await self._publish_status()
 

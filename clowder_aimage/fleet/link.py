@@ -1,7 +1,8 @@
 """The connection of a gateway or a worker to a fleet on a NATS server.
 
-It is opened in the background and reopened when it is lost. ``check`` raises the reason while there
-is no connection, or the streams of the fleet are missing or wrong.
+It is opened in the background and reopened when it is lost. The client of NATS ends for good at an
+error of the protocol; it is replaced then, and listens to the same subjects. ``check`` raises the
+reason while there is no connection, or the streams of the fleet are missing or wrong.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import ssl
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import nkeys  # type: ignore[import-untyped]
 import tenacity
 from nats.aio.client import Client
 from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
 from nats.js import JetStreamContext, api
 from nats.js.errors import APIError, NotFoundError, ServiceUnavailableError
@@ -40,6 +42,8 @@ CHECK = 5.0
 LATER = 2
 # Seconds between two attempts of a call.
 PAUSE = 0.2
+# Seconds before a client that was closed is replaced, at first and at most.
+_REPLACED, _MAX_REPLACED = 0.25, 10.0
 # Seconds that a publication may take, over all attempts.
 PATIENCE = 30.0
 # The header by which a stream recognises a repetition.
@@ -130,6 +134,15 @@ def build_unavailable_error(message: str, **advice: Any) -> ApiError:
     return ApiError(503, message, code="fleet_unavailable", headers=headers, **advice)
 
 
+@dataclass(eq=False, slots=True)
+class _Listener:
+    """A callback for the messages of a subject, and its subscription of the current client."""
+
+    subject: str
+    callback: Callable[[Msg], Awaitable[None]]
+    subscription: Subscription | None = None
+
+
 class FleetLink:
     """The connection to one fleet.
 
@@ -149,6 +162,7 @@ class FleetLink:
         # When the streams are looked at again.
         self._due = 0.0
         self.on_ready: list[Callable[[], object]] = []
+        self._listeners: list[_Listener] = []
 
     # -- the connection
 
@@ -241,6 +255,22 @@ class FleetLink:
             self.check()
 
     async def _connect(self) -> None:
+        """Keep the connection; replace a client that was closed, ever later if it ends soon."""
+        clock, pause = asyncio.get_running_loop().time, _REPLACED
+        while True:
+            await self._open_client()
+            begun = clock()
+            while not self._client.is_closed:
+                if self._client.is_connected and clock() >= self._due:
+                    await self._verify()
+                await asyncio.sleep(0.25 if self._reason is None else LATER / 4)
+            await self._on_disconnected()
+            pause = _REPLACED if clock() - begun > _MAX_REPLACED else min(2 * pause, _MAX_REPLACED)
+            await asyncio.sleep(pause)
+            self._client = Client()
+            self._js = JetStreamContext(self._client)
+
+    async def _open_client(self) -> None:
         await self._client.connect(
             **self._options,
             name=self._name,
@@ -255,10 +285,10 @@ class FleetLink:
             error_cb=self._on_error,
             disconnected_cb=self._on_disconnected,
         )
-        while True:
-            if self._client.is_connected and asyncio.get_running_loop().time() >= self._due:
-                await self._verify()
-            await asyncio.sleep(0.25 if self._reason is None else LATER / 4)
+        # It may be closed meanwhile.
+        with contextlib.suppress(*LOST):
+            for listener in [*self._listeners]:
+                await self._subscribe(listener)
 
     async def _verify(self) -> None:
         try:
@@ -309,6 +339,33 @@ class FleetLink:
         self._reason, self._due = NetworkError(f"NATS at {self._addresses} does not answer"), 0.0
 
     # -- messages
+
+    def listen(self, subject: str, callback: Callable[[Msg], Awaitable[None]]) -> None:
+        """Call ``callback`` with the messages of a subject, once connected. Call it before."""
+        self._listeners.append(_Listener(subject, callback))
+
+    @contextlib.asynccontextmanager
+    async def listening(
+        self, subject: str, callback: Callable[[Msg], Awaitable[None]]
+    ) -> AsyncIterator[None]:
+        """Call ``callback`` with the messages of a subject from now on.
+
+        Raises NatsError if there is no connection.
+        """
+        listener = _Listener(subject, callback)
+        self._listeners.append(listener)
+        try:
+            await self._subscribe(listener)
+            yield
+        finally:
+            self._listeners.remove(listener)
+            await _unsubscribe(listener)
+
+    async def _subscribe(self, listener: _Listener) -> None:
+        listener.subscription = await self._client.subscribe(listener.subject, cb=listener.callback)
+        # It was not awaited to the end.
+        if listener not in self._listeners:
+            await _unsubscribe(listener)
 
     @property
     def client(self) -> Client:
@@ -375,7 +432,12 @@ class FleetLink:
 
     async def store_later(self, subject: str, frame: Frame) -> asyncio.Future[api.PubAck]:
         """Publish a frame without waiting; the future is the acknowledgement."""
-        return await self._js.publish_async(subject, frame.data, headers=frame.headers)
+        try:
+            return await self._js.publish_async(subject, frame.data, headers=frame.headers)
+        except LOST as error:
+            failed = asyncio.get_running_loop().create_future()
+            failed.set_exception(error)
+            return failed
 
     async def read_last(self, subject: str) -> tuple[Frame | None, int]:
         """Return the last frame of a subject and its number in the stream, or None and 0.
@@ -404,6 +466,12 @@ class FleetLink:
                 return
             after = message.seq or after + 1
             yield after, message
+
+
+async def _unsubscribe(listener: _Listener) -> None:
+    if listener.subscription is not None:
+        with contextlib.suppress(*LOST):
+            await listener.subscription.unsubscribe()
 
 
 def _is_early(error: BaseException) -> bool:

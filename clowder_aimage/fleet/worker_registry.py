@@ -281,19 +281,19 @@ class WorkerWatch:
         self.workers = WorkerRegistry(on_reject=on_reject)
         self._link = link
         self._subject = f"$KV.{link.names.workers}."
+        link.listen(f"{self._subject}*", self._take)
 
     async def run(self) -> None:
-        """Listen to the fleet once connected, and read the statuses that are there."""
+        """Read the statuses that are there, once connected."""
         is_lost = tenacity.retry_if_exception_type((*LOST, JetStreamError))
         is_early = tenacity.retry_if_result(operator.not_)
         retryer = tenacity.AsyncRetrying(retry=is_lost | is_early, wait=tenacity.wait_fixed(0.1))
-        await retryer(self._subscribe)
+        await retryer(self._read)
 
-    async def _subscribe(self) -> bool:
+    async def _read(self) -> bool:
         """Return False if the fleet cannot be used yet."""
         if not self._link.is_ready:
             return False
-        await self._link.client.subscribe(f"{self._subject}*", cb=self._take)
         # Workers report again.
         with contextlib.suppress(*LOST, JetStreamError):
             await _read_bucket(self._link, self.workers)

@@ -165,7 +165,7 @@ class FleetRun:
         joined = JoinedWorker(link, service, LocalCalls(role), WorkerIdentity(name))
         async with role.running(), joined.running():
             await link.wait_until_ready(PATIENCE)
-            await until_async(lambda: joined._is_subscribed and bool(joined._view.models))
+            await until_async(lambda: bool(joined._view.models))
             await joined._publish_status()
             yield joined
         await role.drain(0, asyncio.Event())

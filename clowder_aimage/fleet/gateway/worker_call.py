@@ -189,13 +189,9 @@ class WorkerCalls:
         """Return the response of a worker. Raises NatsError, TimeoutError, FormatError."""
         client = self._link.client
         arrived: asyncio.Queue[Msg] = asyncio.Queue()
-        subscription = await client.subscribe(inbox := client.new_inbox(), cb=arrived.put)
-        try:
+        async with self._link.listening(inbox := client.new_inbox(), arrived.put):
             await client.publish(self._link.names.build_call_subject(worker), data, reply=inbox)
             return await self._collect(arrived, worker, on_line)
-        finally:
-            with contextlib.suppress(*LOST):
-                await subscription.unsubscribe()
 
     async def _collect(
         self, arrived: asyncio.Queue[Msg], worker: str, on_line: OnLine | None

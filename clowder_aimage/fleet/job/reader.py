@@ -7,7 +7,6 @@ import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator
 
 from nats.aio.msg import Msg
-from nats.aio.subscription import Subscription
 
 from clowder_aimage.fleet.frame import BEGIN, LAST, Frame
 from clowder_aimage.fleet.link import LOST, FleetLink
@@ -64,11 +63,8 @@ class JobReader:
     @contextlib.asynccontextmanager
     async def open(self) -> AsyncIterator[JobReader]:
         """Listen for frames. Raises NatsError if there is no connection."""
-        subscription = await self._link.client.subscribe(self._subject, cb=self._take)
-        try:
+        async with self._link.listening(self._subject, self._take):
             yield self
-        finally:
-            await _end(subscription)
 
     async def _take(self, message: Msg) -> None:
         frame = Frame.parse(message.headers, message.data)
@@ -107,8 +103,3 @@ class JobReader:
                     if frame is not None:
                         frames += self._order.add(frame)
         return frames
-
-
-async def _end(subscription: Subscription) -> None:
-    with contextlib.suppress(*LOST):
-        await subscription.unsubscribe()
