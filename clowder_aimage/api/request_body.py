@@ -26,6 +26,7 @@ from pydantic import (
 from clowder_aimage.api.field_rule import FieldRule, needs
 from clowder_aimage.api.name_field import Name, RemoteName
 from clowder_aimage.document.strict_json import MAX_DOCUMENT_SIZE
+from clowder_aimage.document.unicode_text import INVALID, encode_text, find_invalid_text
 from clowder_aimage.engine.executor import run_generation
 from clowder_aimage.errors import FormatError
 from clowder_aimage.http.api_error import ApiError
@@ -228,6 +229,7 @@ def _read_parameters(values: MultiMapping[str], kind: type[_ParametersT]) -> _Pa
     for name, texts in stated.items():
         if len(texts) > 1:
             raise build_field_error(name, "must be there once only")
+        check_text(texts[0], name)
     try:
         return kind.model_validate({name: texts[0] for name, texts in stated.items()})
     except ValidationError as error:
@@ -283,6 +285,9 @@ def read_object(raw: bytes, limit: int = MAX_DOCUMENT_SIZE) -> dict[str, Any]:
             raise FormatError("the request body must be a JSON object")
     except FormatError as error:
         raise ApiError(400, error.message, code="invalid_json") from None
+    if (path := find_invalid_text(value, raw)) is not None:
+        name = _format_path(path)[:60].encode("ascii", "backslashreplace").decode()
+        raise build_field_error(name, INVALID)
     return value
 
 
@@ -323,6 +328,15 @@ def _convert_error(error: ValidationError) -> ApiError:
     return build_field_error(
         param, message.removeprefix("Value error, "), "invalid_type" if is_type else ""
     )
+
+
+def check_text(text: str, param: str) -> str:
+    """Return a text of a client that is not JSON. Raises ApiError if UTF-8 cannot encode it."""
+    try:
+        encode_text(text, param)
+    except FormatError:
+        raise build_field_error(param, INVALID) from None
+    return text
 
 
 def _format_path(location: tuple[int | str, ...]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from clowder_aimage.document.unicode_text import INVALID, find_invalid_text
 from clowder_aimage.errors import FormatError
 from clowder_aimage.oci import read_json
 
@@ -38,6 +39,8 @@ class BatchRequest:
 def read_line(line: bytes) -> BatchRequest:
     """Return the request in a line. Raises FormatError."""
     value = read_json(line, "the request", MAX_LINE)
+    if find_invalid_text(value, line) is not None:
+        raise FormatError(f"the request {INVALID}")
     try:
         name, url, body = value["custom_id"], value["url"], value["body"]
         method = value.get("method", "POST")

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeGuard, get_args, get_origin
 
+from clowder_aimage.document.unicode_text import INVALID, is_valid_text
 from clowder_aimage.errors import UsageError
 from clowder_aimage.generation.parameter import ValueType, list_parameters
 
@@ -58,10 +59,8 @@ def check(name: str, value: object, accepted: ValueType) -> Any:
     if isinstance(value, tuple):
         items = map(ValueType.of, _list_item_types(accepted.kind, len(value)))
         return tuple(check(name, element, item) for element, item in zip(value, items, strict=True))
-    if isinstance(value, str) and any("\ud800" <= letter <= "\udfff" for letter in value):
-        raise build_parameter_error(
-            name, "contains characters that are not valid Unicode", mistake="value"
-        )
+    if isinstance(value, str) and not is_valid_text(value):
+        raise build_parameter_error(name, INVALID, mistake="value")
     return value
 
 

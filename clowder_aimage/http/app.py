@@ -12,7 +12,6 @@ import logging
 import re
 import secrets
 import time
-import traceback
 import warnings
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -22,6 +21,7 @@ from aiohttp.hdrs import METH_ALL
 from aiohttp.typedefs import Handler, Middleware
 
 from clowder_aimage.content import telemetry
+from clowder_aimage.document.unicode_text import INVALID
 from clowder_aimage.engine.admission import shutdown_error
 from clowder_aimage.errors import AImageError
 from clowder_aimage.http import PRODUCT
@@ -30,6 +30,7 @@ from clowder_aimage.http.access import LOOPBACK_HOSTS, check_host, check_scope
 from clowder_aimage.http.api_error import ADVICE, INTERFACE, OCI, OPENAI, ApiError, find_interface
 from clowder_aimage.http.body_stream import build_size_error, check_coding, check_type
 from clowder_aimage.http.local_request import Request
+from clowder_aimage.http.log import list_frames
 from clowder_aimage.http.loop_watch import watch_requests
 from clowder_aimage.http.operation import BODY
 from clowder_aimage.http.response_writer import abort
@@ -218,13 +219,16 @@ def _convert_error(request: Request, error: Exception) -> ApiError:
         return _convert_framework_error(request, error)
     if isinstance(error, json.JSONDecodeError | UnicodeDecodeError | RecursionError):
         return ApiError(400, "the request body is not JSON", code="invalid_json")
+    # Only a client's text can have half of a surrogate pair: texts are checked where they arrive
+    if isinstance(error, UnicodeEncodeError):
+        return ApiError(400, f"the request {INVALID}", code="invalid_value")
     # aiohttp raises it for a body with invalid chunks or fewer bytes than announced
     if isinstance(error, ClientError):
         return ApiError(400, "the request body is incomplete", code="invalid_body")
     if interface == OCI:
         _log.error("%s %s", request.method, request.path, exc_info=error)
         return ApiError(500, "unknown error", code="UNKNOWN")
-    facts = {"id": request["id"], "kind": type(error).__name__, "at": _list_frames(error)}
+    facts = {"id": request["id"], "kind": type(error).__name__, "at": list_frames(error)}
     _log.error("internal error", extra=facts)
     return ApiError(500, "internal error; see the server's log", code="internal_error")
 
@@ -236,12 +240,6 @@ def _log_failure(request: Request, error: AImageError, status: int) -> None:
     else:
         facts = {"id": request["id"], "status": status, "reason": error.message}
         _log.warning("request failed", extra=facts)
-
-
-def _list_frames(error: Exception) -> list[str]:
-    """Return the last frames of a traceback, without text and variables: they may hold a prompt."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames[-5:]]
 
 
 def _convert_framework_error(request: Request, error: web.HTTPException) -> ApiError:

@@ -84,13 +84,18 @@ class LogFilter:
                 self._logged.clear()
             self._logged[key] = (timestamp, 0)
         if error is not None:
-            frames = traceback.extract_tb(error.__traceback__)
-            record.at = [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames[-5:]]
+            record.at = list_frames(error)
             text = error.strerror if isinstance(error, OSError) else None
             text = error.message if isinstance(error, AImageError) else text
             record.error = f"{type(error).__name__}: {text}" if text else type(error).__name__
         record.exc_info = record.exc_text = record.stack_info = None
         return True
+
+
+def list_frames(error: BaseException) -> list[str]:
+    """Return the last frames of a traceback, without text and variables: they may hold a prompt."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames[-5:]]
 
 
 def configure(kind: str = CONSOLE, level: str = "info", *, file: TextIO | None = None) -> None:

@@ -26,7 +26,7 @@ from clowder_aimage.api.batch.stored_file import (
     remove_expired,
 )
 from clowder_aimage.engine.batch_line import OVER, BatchRequest
-from clowder_aimage.errors import NetworkError
+from clowder_aimage.errors import FormatError, NetworkError
 from clowder_aimage.http.local_request import LocalRequest
 from tests.wait import until_async
 
@@ -120,6 +120,89 @@ def test_a_busy_server_is_asked_again(tmp_path: Path) -> None:
         good = await written(store, record["outputs"])
         assert good["busy"]["response"]["body"] == "no JSON"
         assert tried == {"busy": 2}
+
+    play(scene())
+
+
+def _raise(error: Exception) -> tuple[int, bytes]:
+    raise error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("x"),
+        KeyError("x"),
+        ConnectionResetError("the response was aborted"),
+        TimeoutError(),
+        FormatError("x"),
+        NetworkError("x"),
+        UnicodeEncodeError("utf-8", "x", 0, 1, "x"),
+    ],
+)
+def test_any_error_of_a_request_ends_the_batch(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    async def scene() -> None:
+        store, asked = DirectoryBatchStore(tmp_path), list[str]()
+
+        def answer(prompt: str) -> tuple[int, bytes]:
+            asked.append(prompt)
+            return (200, b"{}") if prompt == "good" else _raise(error)
+
+        name = await add(store, "good", "SECRET")
+        async with running(BatchRunner(store, ScriptedApp(answer), lambda: 1)):  # type: ignore[arg-type]
+            record = await ended(store, name)
+        batch = record["object"]
+        assert (batch["status"], asked) == ("failed", ["good", "SECRET"])
+        assert batch["failed_at"] and batch["errors"]["data"][0]["message"]
+        assert set(await written(store, record["outputs"])) == {"good"}
+        assert "SECRET" not in caplog.text + str([vars(entry) for entry in caplog.records])
+
+    play(scene())
+
+
+@pytest.mark.parametrize(
+    ("change", "is_damaged", "status"),
+    [
+        ({"status": "in_progress"}, True, "failed"),
+        ({"status": "validating"}, True, "failed"),
+        ({"status": "cancelling"}, True, "cancelled"),
+        ({"status": "cancelling"}, False, "cancelled"),
+        ({"status": "cancelling", "expires_at": 1}, False, "cancelled"),
+        ({"status": "in_progress", "expires_at": 1}, False, "expired"),
+        ({"status": "validating", "expires_at": 1}, False, "expired"),
+    ],
+)
+def test_a_batch_that_is_over_ends_before_it_begins(
+    tmp_path: Path, change: dict[str, Any], is_damaged: bool, status: str
+) -> None:
+    async def scene() -> None:
+        store = DirectoryBatchStore(tmp_path)
+        name = await add(store, "a")
+        record, revision = (await store.read(name)) or ({}, 0)
+        record["object"] |= change
+        await store.write(name, record, revision)
+        if is_damaged:
+            for path in tmp_path.rglob("*.piece"):
+                path.unlink()
+        server = ScriptedApp(lambda _: (200, b"{}"))
+        async with running(BatchRunner(store, server, lambda: 1)):  # type: ignore[arg-type]
+            record = await ended(store, name)
+        assert (record["object"]["status"], server.asked) == (status, [])
+
+    play(scene())
+
+
+def test_a_line_that_is_not_unicode_fails_the_batch(tmp_path: Path) -> None:
+    async def scene() -> None:
+        store = DirectoryBatchStore(tmp_path)
+        name = await add(store, "\ud800")
+        server = ScriptedApp(lambda _: (200, b"{}"))
+        async with running(BatchRunner(store, server, lambda: 1)):  # type: ignore[arg-type]
+            batch = (await ended(store, name))["object"]
+        assert (batch["status"], batch["errors"]["data"][0]["line"]) == ("failed", 1)
+        assert "valid Unicode" in batch["errors"]["data"][0]["message"] and not server.asked
 
     play(scene())
 

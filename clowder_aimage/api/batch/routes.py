@@ -36,6 +36,7 @@ from clowder_aimage.api.request_body import (
     build_field_error,
     check_fields,
     check_ignored,
+    check_text,
     is_strict,
     read_object,
     read_query,
@@ -228,7 +229,7 @@ async def _read_form(request: web.Request, writer: FileWriter) -> tuple[str, dic
             if field.name == "file":
                 if name:
                     raise build_field_error("file", "is given twice")
-                name = (field.filename or "file.jsonl")[:200]
+                name = check_text((field.filename or "file.jsonl")[:200], "file")
                 await _store_file(field, writer)
                 continue
             if field.name not in _FIELDS:

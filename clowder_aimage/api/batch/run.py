@@ -29,9 +29,17 @@ from clowder_aimage.api.batch.stored_file import (
     remove_expired,
 )
 from clowder_aimage.engine.batch_line import MAX_LINES, OVER, BatchRequest, read_line
-from clowder_aimage.errors import AImageError, FormatError
+from clowder_aimage.errors import (
+    AImageError,
+    FormatError,
+    NetworkError,
+    NoSpaceError,
+    StoreError,
+)
+from clowder_aimage.http.api_error import ApiError
 from clowder_aimage.http.local_call import LocalCalls, get_body
 from clowder_aimage.http.local_request import LocalRequest
+from clowder_aimage.http.log import list_frames
 from clowder_aimage.oci import read_json
 
 MAX_ANSWER = 1 << 30  # bytes of a response
@@ -46,11 +54,16 @@ SWEEP = 600.0
 # Seconds before a request is repeated because the server was busy
 PAUSE = 1.0
 _BUSY = (429, 503)
+_INTERNAL = "the server failed; see its log"
 _log = logging.getLogger("aimage.batch")
 
 
 class _StoppedBatchError(Exception):
-    """The batch was cancelled, has expired, or belongs to another server now."""
+    """The batch belongs to another server now."""
+
+
+class _LostRequestError(Exception):
+    """A request has no response, because of the exception that is the cause."""
 
 
 class BatchRunner:
@@ -149,18 +162,19 @@ class BatchRun:
         return batch_object
 
     async def serve(self) -> None:
-        """Run the batch to its end. After a failure another server continues it."""
+        """Run the batch to its end. It is continued later if the store cannot be used."""
         try:
             self.record["runner"] = self.runner.id
             await self._save()
-            if self.batch["status"] == "validating" and not await self._validate():
-                return
-            await self._restore_progress()
-            reason = await self._answer_all()
-            await self._finish(reason)
+            try:
+                await self._run()
+            except Exception as error:
+                if isinstance(error, _StoppedBatchError) or _is_passing(error):
+                    raise
+                await self._fail(error)
         except _StoppedBatchError:
             pass
-        except (AImageError, OSError, TimeoutError) as error:
+        except (AImageError, OSError) as error:
             _log.warning("a batch waits", extra={"batch": self.batch["id"], "reason": str(error)})
         except asyncio.CancelledError:
             with contextlib.suppress(Exception):
@@ -168,6 +182,36 @@ class BatchRun:
                 self.record["runner"] = None
                 await asyncio.wait_for(self._flush(), 2)
             raise
+
+    async def _run(self) -> None:
+        reason = await self._find_reason()
+        if not reason and self.batch["status"] == "validating" and not await self._validate():
+            return
+        await self._restore_progress()
+        await self._finish(await self._answer_all(reason))
+
+    async def _find_reason(self) -> str:
+        """Return the reason if the batch must end now, or ""."""
+        if self.batch["status"] == "cancelling":
+            return "cancelled"
+        is_late = await self.runner.store.read_clock() >= self.batch["expires_at"]
+        return "expired" if is_late else ""
+
+    async def _fail(self, error: Exception) -> None:
+        """End the batch because of an error; its answers until then are kept if possible."""
+        message = error.message if isinstance(error, AImageError) else _INTERNAL
+        cause = error.__cause__ or error
+        facts = {"batch": self.batch["id"], "kind": type(cause).__name__, "at": list_frames(cause)}
+        _log.error("a batch failed", extra=facts)
+        entry = {"code": "batch_failed", "line": None, "message": message, "param": None}
+        self.batch["errors"] = {"object": "list", "data": [entry]}
+        reason = "cancelled" if self.batch["status"] == "cancelling" else "failed"
+        try:
+            await self._finish(reason)
+        except Exception as again:
+            if isinstance(again, _StoppedBatchError) or _is_passing(again):
+                raise
+            await self._end(reason)
 
     @tenacity.retry(retry=tenacity.retry_if_exception_type(ChangedRecordError))
     async def _save(self) -> None:
@@ -242,8 +286,20 @@ class BatchRun:
 
     # -- requests
 
-    async def _answer_all(self) -> str:
-        """Send the requests without an answer; return the reason if some are not sent, or ""."""
+    async def _answer_all(self, reason: str) -> str:
+        """Send the requests without an answer, unless there is a reason not to.
+
+        Return the reason if some are not sent, or "".
+        """
+        if not reason:
+            reason = await self._send_all()
+        if reason:
+            async for request in self._read_unanswered():
+                message = f"the batch was {reason} before this request was answered"
+                self._add(request, None, {"code": f"batch_{reason}", "message": message})
+        return reason
+
+    async def _send_all(self) -> str:
         tasks, reason = set[asyncio.Task[None]](), ""
         flush = asyncio.create_task(self._flush_periodically())
         try:
@@ -257,10 +313,6 @@ class BatchRun:
             for task in (*tasks, flush):
                 task.cancel()
             await asyncio.gather(*tasks, flush, return_exceptions=True)
-        if reason:
-            async for request in self._read_unanswered():
-                message = f"the batch was {reason} before this request was answered"
-                self._add(request, None, {"code": f"batch_{reason}", "message": message})
         return reason
 
     async def _read_unanswered(self) -> AsyncIterator[BatchRequest]:
@@ -274,17 +326,18 @@ class BatchRun:
         while True:
             await asyncio.sleep(FLUSH_INTERVAL)
             await self._flush()
-            if self.batch["status"] == "cancelling":
-                return "cancelled"
-            if await self.runner.store.read_clock() >= self.batch["expires_at"]:
-                return "expired"
+            if reason := await self._find_reason():
+                return reason
 
     async def _answer(self, request: BatchRequest) -> None:
         retryer = tenacity.AsyncRetrying(
             retry=tenacity.retry_if_result(lambda sent: sent[1].status in _BUSY),
             wait=tenacity.wait_fixed(PAUSE),
         )
-        sent: tuple[str, web.StreamResponse] = await retryer(self._send, request)
+        try:
+            sent: tuple[str, web.StreamResponse] = await retryer(self._send, request)
+        except Exception as error:
+            raise _LostRequestError from error
         name, response = sent
         body, status = get_body(response), response.status
         try:
@@ -358,10 +411,18 @@ class BatchRun:
                     keep=self.record["keep"],
                 )
                 self.batch[member] = file["id"]
-        status = reason or "completed"
+        await self._end(reason or "completed")
+
+    async def _end(self, status: str) -> None:
         timestamp = int(await self.runner.store.read_clock())
         self.batch.update({"status": status, f"{status}_at": timestamp})
         await self._save()
+
+
+def _is_passing(error: Exception) -> bool:
+    """Return True if the batch can go on later: the store or the fleet cannot be used now."""
+    is_refusal = isinstance(error, ApiError) and error.status >= 500
+    return is_refusal or isinstance(error, NetworkError | StoreError | NoSpaceError | OSError)
 
 
 async def _wait_until_fewer(

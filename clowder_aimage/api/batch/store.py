@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from clowder_aimage.content.atomic_file import write_file
 from clowder_aimage.content.open_directory import OpenDirectory
 from clowder_aimage.engine.executor import run_io, run_locking
-from clowder_aimage.errors import AImageError
+from clowder_aimage.errors import AImageError, NotFoundError
 from clowder_aimage.layout.lock import PRIVATE, hold_lock, make_directory, translate_store_errors
 from clowder_aimage.oci import read_json
 
@@ -138,7 +138,10 @@ class DirectoryBatchStore:
 
     def _get(self, name: str) -> bytes:
         with translate_store_errors(self._root):
-            return (self._directory / f"{name}.piece").read_bytes()
+            try:
+                return (self._directory / f"{name}.piece").read_bytes()
+            except FileNotFoundError:
+                raise NotFoundError("a part of the file is missing") from None
 
     async def drop(self, name: str) -> None:
         """Remove a chunk."""

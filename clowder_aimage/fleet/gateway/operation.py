@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from clowder_aimage.api.health_operation import EVENTS
 from clowder_aimage.api.ollama import generate as ollama_generate
@@ -27,6 +27,12 @@ MAX_KEY = 255
 _LOST = (503, 504)
 
 
+def _check_key(key: str) -> str:
+    if not key.isascii():
+        raise ValueError("must be ASCII")
+    return key
+
+
 class JobHeaders(Parameters):
     """The headers of a request that becomes a job."""
 
@@ -35,7 +41,7 @@ class JobHeaders(Parameters):
         alias="Aimage-Priority",
         description="Jobs of batches wait for interactive ones.",
     )
-    key: Annotated[str, Field(max_length=MAX_KEY)] = Field(
+    key: Annotated[str, Field(max_length=MAX_KEY), AfterValidator(_check_key)] = Field(
         default="",
         alias="Idempotency-Key",
         description="A request with the key of an earlier one gets its response.",
