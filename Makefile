@@ -50,7 +50,7 @@ help:
 	@echo 'make test-slow  soaks, load, large fuzzers: many minutes, nightly'
 	@echo 'make test-quarantine   the tests that fail by chance; their failures do not count'
 	@echo 'make test-gateway   the tests of the API of a worker, through a gateway'
-	@echo 'make lint       ruff, mypy, lint-imports'
+	@echo 'make lint       ruff, mypy, lint-imports, zizmor'
 	@echo 'make fuzz       damaged documents, files and requests; ARGS="--cases 1000000", ARGS=parsers'
 	@echo 'make check      lint and test; must pass before a change is merged'
 	@echo 'make format     format and fix the source with ruff'
@@ -113,6 +113,7 @@ lint: $(DEV)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/zizmor --offline --quiet .github
 
 check: lint test
 
