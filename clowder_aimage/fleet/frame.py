@@ -20,15 +20,32 @@ ADMITTED a gateway accepted the job of an idempotency key; the data are the dige
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from clowder_aimage.errors import FormatError
+from clowder_aimage.fleet.field import escape_text, is_id
+
 BEGIN, HEAD, DATA, END = "begin", "head", "data", "end"
 RELEASED, FAILED, DEAD, ADMITTED = "released", "failed", "dead", "admitted"
+_ENDS = (RELEASED, FAILED, DEAD)
+# The kinds of frames that may follow in an attempt.
+FOLLOWING = {
+    BEGIN: (HEAD, *_ENDS),
+    HEAD: (DATA, END, *_ENDS),
+    DATA: (DATA, END, *_ENDS),
+    RELEASED: (),
+    FAILED: (),
+}
+_KINDS = {*FOLLOWING, END, DEAD, ADMITTED}
 # No mark follows.
 LAST = (END, DEAD)
 # Bytes of a frame at most; NATS allows 1 MiB for a message.
 CHUNK = 256 * 1024
+# Workers whose attempts at a job failed.
+_MAX_PAST = 100
+_NUMBERS = re.compile("([0-9]{1,9}) ([0-9]{1,9})")
 _KIND, _PLACE, _WORKER, _PAST = "Aimage-Frame", "Aimage-Place", "Aimage-Worker", "Aimage-Past"
 
 
@@ -53,16 +70,18 @@ class Frame:
         return {**fields, _PAST: ",".join(self.past)} if self.past else fields
 
     @classmethod
-    def parse(cls, headers: Mapping[str, str] | None, data: bytes | None) -> Frame | None:
-        """Return the frame in a message; None for another message."""
+    def parse(cls, headers: Mapping[str, str] | None, data: bytes | None) -> Frame:
+        """Return the frame in a message. Raises FormatError."""
         fields = headers or {}
-        try:
-            attempt, number = map(int, fields[_PLACE].split())
-            kind, worker = fields[_KIND], fields.get(_WORKER, "")
-        except (KeyError, ValueError):
-            return None
+        kind, worker = fields.get(_KIND, ""), fields.get(_WORKER, "")
+        numbers = _NUMBERS.fullmatch(fields.get(_PLACE, ""))
         past = tuple(filter(None, fields.get(_PAST, "").split(",")))
-        return cls(kind, attempt, number, data or b"", worker, past)
+        is_valid = kind in _KINDS and all(map(is_id, filter(None, (worker, *past))))
+        if numbers is None or not is_valid or len(past) > _MAX_PAST:
+            raise FormatError(
+                f"it has a frame that cannot be read, of the kind {escape_text(kind)!r}"
+            )
+        return cls(kind, int(numbers[1]), int(numbers[2]), data or b"", worker, past)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from clowder_aimage.api.service import Service
 from clowder_aimage.engine.admission import NEVER
 from clowder_aimage.engine.executor import run_io
 from clowder_aimage.errors import AImageError, FormatError, UsageError
+from clowder_aimage.fleet.field import is_id
 from clowder_aimage.fleet.frame import DEAD, LAST, Attempt
 from clowder_aimage.fleet.job import choice as job_choice
 from clowder_aimage.fleet.job.choice import JobChoice, Key
@@ -301,7 +302,13 @@ class JoinedWorker(Role):
             await message.nak(delay=LATER)
             return
         link, job = self._link, (message.headers or {}).get(MESSAGE_ID, "")
-        mark, after = await link.read_last(link.names.build_mark_subject(job))
+        try:
+            if not is_id(job):
+                raise FormatError("it has no id")
+            mark, after = await link.read_last(link.names.build_mark_subject(job))
+        except FormatError:
+            await message.term()
+            return
         if mark is None or mark.kind not in LAST:
             log = JobLog(link, job, self._identity.id, Attempt.following(mark))
             text = f"the job was given up, as no worker can read it: {error.message}"

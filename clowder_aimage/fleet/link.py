@@ -442,7 +442,7 @@ class FleetLink:
     async def read_last(self, subject: str) -> tuple[Frame | None, int]:
         """Return the last frame of a subject and its number in the stream, or None and 0.
 
-        Raises NatsError, TimeoutError.
+        Raises NatsError, TimeoutError, FormatError.
         """
         try:
             message = await self._js.get_msg(self.names.logs, subject=subject)

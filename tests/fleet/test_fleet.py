@@ -150,7 +150,8 @@ class PullingRole(Role):
         lines = NdjsonStream(request)
         await lines.write({"status": "pulling manifest"})
         for done in (1, 2, 10):
-            blob = {"status": "pulling a", "digest": "sha256:a", "total": 10, "size": 10}
+            digest = f"sha256:{'a' * 64}"
+            blob = {"status": "pulling a", "digest": digest, "total": 10, "size": 10}
             await lines.write({**blob, "completed": done})
         if self._fails:
             return await lines.fail(AImageError(self._fails))

@@ -83,7 +83,8 @@ def test_a_response_may_be_larger_than_a_message(play: Play) -> None:
         text = "picture " * 500_000
 
         async def show(_: Request) -> web.Response:
-            return web.json_response({"id": text})
+            model = {"id": text, "object": "model", "created": 0, "owned_by": "me"}
+            return web.json_response(model)
 
         role = OneRoute("GET", "/v1/models/{id}", show)
         async with fleet.gateway() as url, fleet.worker("w", role):

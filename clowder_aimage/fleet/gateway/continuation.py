@@ -19,7 +19,7 @@ from clowder_aimage.oci import read_json
 SSE, NDJSON = "text/event-stream", "application/x-ndjson"
 # Bytes of an event.
 MAX_EVENT = 256 << 20
-_STEP = re.compile(rb": step (\d+) of \d+\n")
+_STEP = re.compile(rb": step (\d{1,9}) of \d{1,9}\n")
 _TEXTS = ("content", "reasoning_content", "text", "response", "thinking")
 
 
@@ -35,7 +35,7 @@ class Continuation:
         self._is_sse = content_type.startswith(SSE)
         self._end = b"\n\n" if self._is_sse else b"\n"
         # The bytes of an incomplete event.
-        self._buffer = b""
+        self._buffer = bytearray()
         # Events by kind, and characters by field and choice, that the client has.
         self._sent: Counter[str] = Counter()
         # The same of the current attempt.
@@ -46,7 +46,7 @@ class Continuation:
 
     def begin(self) -> None:
         """Begin another attempt; drop the bytes of an incomplete event."""
-        self._buffer = b""
+        self._buffer.clear()
         self._received.clear()
         self._is_later_attempt = True
 
@@ -59,7 +59,7 @@ class Continuation:
                 raise FormatError("an event of the response is too large")
             return b""
         *events, self._buffer = self._buffer.split(self._end)
-        return b"".join(self._filter(event + self._end) for event in events)
+        return b"".join(self._filter(bytes(event + self._end)) for event in events)
 
     def encode_error(self, status: int, error: dict[str, Any], code: str | None) -> bytes:
         """Return the event for an error after the response has begun."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import logging
 import secrets
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from dataclasses import dataclass, replace
@@ -17,7 +18,13 @@ from nats.js.errors import Error as JetStreamError
 from clowder_aimage.api.model_catalog import build_unknown_error
 from clowder_aimage.api.model_list import build_missing_error
 from clowder_aimage.engine.admission import ALWAYS, FOR_EVER, NEVER
-from clowder_aimage.errors import AImageError, NetworkError, NotFoundError, UsageError
+from clowder_aimage.errors import (
+    AImageError,
+    FormatError,
+    NetworkError,
+    NotFoundError,
+    UsageError,
+)
 from clowder_aimage.fleet.frame import (
     ADMITTED,
     BEGIN,
@@ -26,10 +33,11 @@ from clowder_aimage.fleet.frame import (
     Frame,
 )
 from clowder_aimage.fleet.gateway.fair_queue import FairQueue
-from clowder_aimage.fleet.gateway.metric import GatewayMetrics
+from clowder_aimage.fleet.gateway.metric import RESPONSE, GatewayMetrics
 from clowder_aimage.fleet.gateway.operation import JobHeaders
 from clowder_aimage.fleet.gateway.parsed_request import ParsedRequest
 from clowder_aimage.fleet.gateway.response_relay import ResponseRelay
+from clowder_aimage.fleet.gateway.worker_response import build_bad_response_error
 from clowder_aimage.fleet.job.job import FleetJob
 from clowder_aimage.fleet.job.reader import JobReader
 from clowder_aimage.fleet.job.request import FORWARDED
@@ -64,6 +72,7 @@ WITHDRAWN = 2.0
 _MAX_NAMED = 10
 # Bytes of a job that is one message.
 _INLINE = 2 * CHUNK
+_log = logging.getLogger("aimage.fleet")
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,10 +159,15 @@ class JobGateway:
             ):
                 admitting = self._admit(job, parsed, is_kept=is_kept, is_keyed=is_keyed)
                 admitted = await (admitting if is_kept else self._wait_until_admitted(admitting))
-                frames = reader.iter_frames(from_start=admitted.is_old)
+                is_queued = partial(self._is_queued, admitted)
+                frames = reader.iter_frames(is_queued, from_start=admitted.is_old)
                 return await self._pass_on(relay, admitted, frames, started)
         except TimeoutError:
             raise ApiError(504, "the deadline has passed", code="deadline_exceeded") from None
+        except FormatError as error:
+            self._metrics.rejected.labels(RESPONSE).inc()
+            _log.warning("bad response", extra={"job": job.id, "reason": error.message})
+            raise build_bad_response_error(error) from None
         except ConnectionResetError:
             # Of the client: LOST, below, is of NATS.
             raise
@@ -327,6 +341,24 @@ class JobGateway:
             if not is_over and not admitted.is_kept:
                 cancelling = asyncio.create_task(self._cancel(admitted))
                 await asyncio.shield(cancelling)
+
+    async def _is_queued(self, admitted: _AdmittedJob) -> bool:
+        """Return True if a job is on the queue, or being served, as far as NATS can be asked.
+
+        The message of an old job may have any number.
+        """
+        job, names = admitted.job, self._link.names
+        digest = job.digest.partition(":")[2]
+        subject = names.build_job_subject(job.priority, digest, job.caller)
+        after = max(0, admitted.sequence - 1)
+        with contextlib.suppress(*LOST):
+            async for _, message in self._link.read_messages(subject, after, names.jobs):
+                if (message.headers or {}).get(MESSAGE_ID) == job.id:
+                    return True
+                if admitted.sequence:
+                    break
+            return False
+        return True
 
     async def _cancel(self, admitted: _AdmittedJob) -> None:
         """Remove a job from the queue, and end the work on it."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from typing import Any
 
 from aiohttp import web
 
@@ -13,10 +12,14 @@ from clowder_aimage.api.answer_stream import EVENT_HEADERS, KEEP_ALIVE, encode_c
 from clowder_aimage.errors import FormatError
 from clowder_aimage.fleet.frame import BEGIN, DATA, DEAD, HEAD, Frame
 from clowder_aimage.fleet.gateway.continuation import SSE, Continuation, is_stream
+from clowder_aimage.fleet.gateway.worker_response import ResponseHead, read_head, read_job_end
 from clowder_aimage.http.api_error import ApiError, build_response
 from clowder_aimage.http.local_request import Request
 from clowder_aimage.http.response_writer import ResponseWriter, is_gone
 from clowder_aimage.oci import read_json
+
+# The head of a stream that begins before that of its worker.
+_EARLY = ResponseHead(200, tuple(EVENT_HEADERS.items()))
 
 
 class ResponseRelay:
@@ -31,38 +34,45 @@ class ResponseRelay:
         self._sent = time.monotonic()
         self._turn = asyncio.Lock()
         self.status = 200
-        self._head: dict[str, Any] = {}
+        self._head = _EARLY
         self._body: list[bytes] = []
         self._stream: ResponseWriter | None = None
         self._continuation: Continuation | None = None
 
     async def take(self, frame: Frame) -> None:
-        """Take a frame. Raises ApiError if the job failed and no response has begun."""
+        """Take a frame.
+
+        Raises FormatError, and ApiError if the job failed and no response has begun.
+        """
         if frame.kind == BEGIN:
             self._body.clear()
-            self._head = {}
+            self._head = _EARLY
             if self._continuation is not None:
                 self._continuation.begin()
         elif frame.kind == HEAD:
-            self._head = read_json(frame.data, "the head of a response")
+            self._head = read_head(frame.data)
+            self._check_later_head()
         elif frame.kind == DATA:
             await self._relay_data(frame.data)
         elif frame.kind == DEAD:
-            facts = read_json(frame.data, "the end of a job")
-            await self.fail(ApiError(facts["status"], facts["message"], code=facts["code"]))
+            end = read_job_end(frame.data)
+            await self.fail(ApiError(end.status, end.message, code=end.code))
+
+    def _check_later_head(self) -> None:
+        """Raise FormatError if a stream has begun, and does not go on."""
+        if self._stream is None or self._head.status >= 400:
+            return
+        begun = self._stream.response.headers.get("Content-Type", "").partition(";")[0]
+        if self._head.media_type != begun:
+            raise FormatError(f"its type is {self._head.media_type!r} after {begun!r}")
 
     async def _relay_data(self, data: bytes) -> None:
-        if self._head["status"] == 200 and is_stream(self._type):
+        if self._head.status == 200 and is_stream(self._head.media_type):
             if self._continuation is None:
-                self._continuation = Continuation(self._type)
+                self._continuation = Continuation(self._head.media_type)
             await self._write(self._continuation.deduplicate(data))
         else:
             self._body.append(data)
-
-    @property
-    def _type(self) -> str:
-        types = (text for name, text in self._head["headers"] if name.lower() == "content-type")
-        return next(types, "")
 
     @property
     def has_begun(self) -> bool:
@@ -86,16 +96,11 @@ class ResponseRelay:
                 raise ConnectionResetError("the client disconnected")
             if self._stream is None:
                 self._stream = ResponseWriter(self._request, web.StreamResponse())
-                self._add_headers(self._stream.response)
+                self._head.apply(self._stream.response)
                 await self._stream.begin()
             if data:
                 await self._stream.write(data)
                 self._sent = time.monotonic()
-
-    def _add_headers(self, answer: web.StreamResponse) -> None:
-        answer.set_status(self._head.get("status", 200))
-        for name, text in self._head.get("headers", EVENT_HEADERS.items()):
-            answer.headers.add(name, text)
 
     async def fail(self, error: ApiError) -> None:
         """End a stream with an error. Raises it if no response has begun."""
@@ -115,9 +120,7 @@ class ResponseRelay:
             if self._continuation is not None and body:
                 await self._fail_late(body)
             return await self._stream.end()
-        response = web.Response(body=body)
-        response.headers.pop("Content-Type", None)
-        self._add_headers(response)
+        response = self._head.build_response(body)
         self.status = response.status
         return response
 
@@ -127,5 +130,5 @@ class ResponseRelay:
             value = read_json(body, "an error")
         except FormatError:
             value = {"error": body[:500].decode("utf-8", "replace")}
-        self.status = self._head["status"]
-        await self._write(self._continuation.encode_error(self._head["status"], value, None))
+        self.status = self._head.status
+        await self._write(self._continuation.encode_error(self.status, value, None))

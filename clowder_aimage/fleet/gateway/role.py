@@ -20,7 +20,7 @@ from clowder_aimage.errors import AImageError, NotFoundError, UsageError
 from clowder_aimage.fleet.gateway import operation as gateway_operation
 from clowder_aimage.fleet.gateway.batch_store import FleetBatchStore
 from clowder_aimage.fleet.gateway.gateway import JobGateway, identify_caller
-from clowder_aimage.fleet.gateway.metric import STATUS, GatewayMetrics
+from clowder_aimage.fleet.gateway.metric import ANSWER, STATUS, GatewayMetrics
 from clowder_aimage.fleet.gateway.parsed_request import ParsedRequest, RequestValidator
 from clowder_aimage.fleet.gateway.status import FleetStatus
 from clowder_aimage.fleet.gateway.worker_call import WorkerCalls, select_first
@@ -50,7 +50,7 @@ class GatewayRole(Role):
         self._link, self._metrics = link, metrics
         self._watch = WorkerWatch(link, metrics.rejected.labels(STATUS).inc)
         self._gateway = JobGateway(link, self._watch, metrics, resolve=resolve, **options)
-        self._calls = WorkerCalls(link, self._watch.workers)
+        self._calls = WorkerCalls(link, self._watch.workers, metrics.rejected.labels(ANSWER).inc)
         self._validator = RequestValidator(self._find_kind)
         calls = LocalCalls(self, advice)
         self._batches = BatchRunner(FleetBatchStore(link), calls, self._gateway.compute_window)

@@ -12,6 +12,8 @@ from nats.js.api import StreamInfo
 from nats.js.errors import Error as JetStreamError
 from nats.js.errors import NotFoundError
 
+from clowder_aimage.errors import FormatError
+from clowder_aimage.fleet.field import is_id
 from clowder_aimage.fleet.frame import LAST
 from clowder_aimage.fleet.gateway.fair_queue import FairQueue
 from clowder_aimage.fleet.gateway.metric import GatewayMetrics
@@ -148,8 +150,11 @@ class FleetStatus:
                 return
             self._last_checked = message.seq or 0
             job = (message.headers or {}).get(MESSAGE_ID, "")
-            mark, _ = (
-                await self._link.read_last(names.build_mark_subject(job)) if job else (None, 0)
-            )
-            if mark is not None and mark.kind in LAST:
+            if is_id(job) and await self._is_finished(job):
                 await streams.delete_msg(names.jobs, self._last_checked)
+
+    async def _is_finished(self, job: str) -> bool:
+        with contextlib.suppress(FormatError):
+            mark, _ = await self._link.read_last(self._link.names.build_mark_subject(job))
+            return mark is not None and mark.kind in LAST
+        return False

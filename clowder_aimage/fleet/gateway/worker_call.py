@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import Counter
-from collections.abc import Callable, Mapping
+import functools
+import logging
+import secrets
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,17 +19,27 @@ from typing import Any
 from aiohttp import web
 from nats.aio.msg import Msg
 from nats.errors import NoRespondersError
+from pydantic import TypeAdapter
 
 from clowder_aimage.api.answer_stream import NdjsonStream
 from clowder_aimage.api.request_body import read_object
-from clowder_aimage.errors import UsageError
+from clowder_aimage.engine.executor import run_io
+from clowder_aimage.errors import FormatError, UsageError
+from clowder_aimage.fleet.field import STRICT, Count, DigestText, Line, read_fields
 from clowder_aimage.fleet.gateway import operation
+from clowder_aimage.fleet.gateway.continuation import NDJSON
+from clowder_aimage.fleet.gateway.worker_response import (
+    ResponseHead,
+    build_bad_response_error,
+    read_answer_head,
+)
 from clowder_aimage.fleet.job.job import FleetJob
 from clowder_aimage.fleet.job.request import ANSWER, BODY, LINE, PART, STATUS
 from clowder_aimage.fleet.link import LOST, FleetLink, build_unavailable_error
 from clowder_aimage.fleet.worker_registry import WorkerRegistry, WorkerStatus
 from clowder_aimage.http.api_error import ApiError
 from clowder_aimage.http.local_request import Request
+from clowder_aimage.http.operation import JSON, Operation
 from clowder_aimage.http.response_writer import is_gone
 from clowder_aimage.http.route import INFER, Route, serve
 from clowder_aimage.oci import Reference, read_json
@@ -41,27 +53,60 @@ _WATCH = 0.5
 _WAITING = {"status": "waiting for workers"}
 PUSH = "/api/push"
 _STREAMS = ("/api/pull", PUSH)
-OnLine = Callable[[str, Mapping[str, Any]], None]
+# Bytes of an answer, and lines of a transfer that differ in more than numbers.
+MAX_ANSWER = 256 << 20
+_MAX_LINES = 10_000
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerAnswer:
     """The response of one worker."""
 
-    status: int
-    headers: list[tuple[str, str]]
+    head: ResponseHead
     body: bytes
+
+    @property
+    def status(self) -> int:
+        """The status of the response."""
+        return self.head.status
+
+    def check(self, kind: Any) -> None:
+        """Raise FormatError unless the body is of a type, or JSON if it is an error."""
+        if self.status < 400 and kind is not None:
+            read_fields(_build_adapter(kind), self.body, "its body", MAX_ANSWER)
+        elif self.status >= 400 or self.head.media_type in (JSON, NDJSON):
+            read_json(self.body, "its body", MAX_ANSWER)
 
     def build_response(self) -> web.Response:
         """Return the response to the client."""
-        answer = web.Response(body=self.body, status=self.status)
-        answer.headers.pop("Content-Type", None)
-        for name, text in self.headers:
-            answer.headers[name] = text
+        answer = self.head.build_response(self.body)
         # Also the last line of a stream.
         if self.status >= 400:
-            answer.content_type = "application/json"
+            answer.content_type = JSON
         return answer
+
+
+@functools.cache
+def _build_adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
+@dataclass(frozen=True, slots=True)
+class TransferLine:
+    """A line of a transfer (ollama, "Pull a model"): a step, or the bytes of a blob."""
+
+    __pydantic_config__ = STRICT
+
+    status: Line = ""
+    digest: DigestText | None = None
+    total: Count = 0
+    completed: Count = 0
+    size: Count = 0
+
+
+_LINE = TypeAdapter(TransferLine)
+OnLine = Callable[[str, TransferLine], None]
+_log = logging.getLogger("aimage.fleet")
 
 
 class TransferProgress:
@@ -69,19 +114,20 @@ class TransferProgress:
 
     def __init__(self) -> None:
         # Lines by status and worker.
-        self._lines: dict[str, dict[str, Mapping[str, Any]]] = {}
+        self._lines: dict[str, dict[str, TransferLine]] = {}
         # Bytes of all blobs, by worker.
         self._sizes: dict[str, int] = {}
         self._new: dict[str, None] = {}  # in order
 
-    def take(self, worker: str, line: Mapping[str, Any]) -> None:
+    def take(self, worker: str, line: TransferLine) -> None:
         """Take a line of a worker."""
-        status = str(line.get("status"))
-        is_new = status not in self._lines
-        self._lines.setdefault(status, {})[worker] = line
-        self._sizes[worker] = int(line.get("size", self._sizes.get(worker, 0)))
-        if is_new or "digest" in line:
-            self._new[status] = None
+        is_new = line.status not in self._lines
+        if is_new and len(self._lines) >= _MAX_LINES:
+            return
+        self._lines.setdefault(line.status, {})[worker] = line
+        self._sizes[worker] = line.size or self._sizes.get(worker, 0)
+        if is_new or line.digest:
+            self._new[line.status] = None
 
     def drain_lines(self) -> list[dict[str, Any]]:
         """Return the new lines since the last call, without the end of the transfer."""
@@ -90,31 +136,36 @@ class TransferProgress:
         return joined
 
     def _join(self, status: str) -> dict[str, Any]:
-        worker_lines = list(self._lines[status].values())
-        line = dict(worker_lines[-1])
-        if "digest" in line:
-            counts = Counter[str]()
-            for worker_line in worker_lines:
-                counts.update(
-                    {name: int(worker_line.get(name, 0)) for name in ("total", "completed")}
-                )
-            line |= {**counts, "size": sum(self._sizes.values())}
-        return line
+        lines = list(self._lines[status].values())
+        if not lines[-1].digest:
+            return {"status": status}
+        return {
+            "status": status,
+            "digest": lines[-1].digest,
+            "total": sum(line.total for line in lines),
+            "completed": sum(line.completed for line in lines),
+            "size": sum(self._sizes.values()),
+        }
 
 
 class WorkerCalls:
     """Sends requests to the workers of a fleet."""
 
-    def __init__(self, link: FleetLink, workers: WorkerRegistry) -> None:
-        self._link, self._workers = link, workers
+    def __init__(
+        self, link: FleetLink, workers: WorkerRegistry, on_reject: Callable[[], object]
+    ) -> None:
+        self._link, self._workers, self._on_reject = link, workers, on_reject
 
     def build_routes(self) -> list[Route]:
         """Return the routes of a worker that need no job."""
         served = [
-            serve(listing, partial(self._merge, name, key))
+            serve(listing, partial(self._merge, listing, name, key))
             for listing, name, key in operation.LISTS
         ]
-        served += [serve(question, self._answer_first) for question in operation.QUESTIONS]
+        served += [
+            serve(question, partial(self._answer_first, question))
+            for question in operation.QUESTIONS
+        ]
         served += [
             Route(local.method, local.path, _refuse_local, local.scope) for local in operation.LOCAL
         ]
@@ -127,7 +178,7 @@ class WorkerCalls:
             (operation.DELETE_CONTENT, select_first),
         )
         return served + [
-            serve(change, partial(self._change, outcome)) for change, outcome in changes
+            serve(change, partial(self._change, change, outcome)) for change, outcome in changes
         ]
 
     async def call_all(
@@ -136,11 +187,13 @@ class WorkerCalls:
         fields: Any = None,
         patience: float | None = PATIENCE,
         on_line: OnLine | None = None,
+        kind: Any = None,
     ) -> list[WorkerAnswer]:
         """Return the responses of all workers that respond, in the order of their ids.
 
         Without ``patience`` a worker may take as long as it gives signs of life. ``on_line`` takes
-        the id of a worker and a line of its transfer. Raises ApiError.
+        the id of a worker and a line of its transfer. ``kind`` is the type of the body. A response
+        that is not valid is left out. Raises ApiError; if no response is valid, 502.
         """
         self._link.check()
         statuses = self._workers.list_statuses()
@@ -148,12 +201,24 @@ class WorkerCalls:
             raise build_unavailable_error("no worker of the fleet is running; try again later")
         if request.path == PUSH:
             statuses = _select_for_push(statuses, fields)
-        calls = (self._call(request, status.id, fields, patience, on_line) for status in statuses)
+        calls = (
+            self._call(request, status.id, fields, patience, on_line, kind) for status in statuses
+        )
         outcomes = await asyncio.gather(*calls, return_exceptions=True)
-        for outcome in outcomes:
-            if isinstance(outcome, BaseException) and not isinstance(outcome, LOST):
+        answers, refused = list[WorkerAnswer](), list[FormatError]()
+        for status, outcome in zip(statuses, outcomes, strict=True):
+            if isinstance(outcome, FormatError):
+                self._on_reject()
+                facts = {"worker": status.id, "reason": outcome.message}
+                _log.warning("bad answer", extra=facts)
+                refused.append(outcome)
+            elif not isinstance(outcome, BaseException):
+                answers.append(outcome)
+            elif not isinstance(outcome, LOST):
                 raise outcome
-        return [outcome for outcome in outcomes if not isinstance(outcome, BaseException)]
+        if refused and not answers:
+            raise build_bad_response_error(refused[0])
+        return answers
 
     async def _call(
         self,
@@ -162,9 +227,10 @@ class WorkerCalls:
         fields: Any,
         patience: float | None,
         on_line: OnLine | None,
+        kind: Any,
     ) -> WorkerAnswer:
         job = FleetJob(
-            id=request["id"],
+            id=secrets.token_hex(16),
             method=request.method if request.method != "HEAD" else "GET",
             path=request.rel_url.raw_path_qs,
             scope=request.get("scope") or INFER,
@@ -183,7 +249,9 @@ class WorkerCalls:
             message += "raise max_payload in the configuration of the NATS server"
             raise ApiError(413, message, code="too_large")
         async with asyncio.timeout(patience):
-            return await self._ask(worker, data, on_line)
+            answer = await self._ask(worker, data, on_line)
+        await run_io(answer.check, kind)
+        return answer
 
     async def _ask(self, worker: str, data: bytes, on_line: OnLine | None) -> WorkerAnswer:
         """Return the response of a worker. Raises NatsError, TimeoutError, FormatError."""
@@ -211,24 +279,27 @@ class WorkerCalls:
             if kind == STATUS:
                 self._workers.read(worker, message.data)
             elif kind == LINE and on_line is not None:
-                on_line(worker, read_json(message.data, "a line of a transfer"))
+                on_line(worker, read_fields(_LINE, message.data, "a line of a transfer"))
             elif kind == BODY or ANSWER in headers_received:
                 body += message.data
+            if len(body) > MAX_ANSWER:
+                raise FormatError(f"it has more than {MAX_ANSWER} bytes")
             if ANSWER in headers_received:
-                facts = read_json(headers_received[ANSWER].encode(), "an answer")
-                if len(body) != facts["size"]:
+                head = read_answer_head(headers_received[ANSWER].encode(errors="replace"))
+                if len(body) != head.size:
                     # A message was lost.
                     raise TimeoutError
-                headers = [(name, text) for name, text in facts["headers"]]
-                return WorkerAnswer(facts["status"], headers, bytes(body))
+                return WorkerAnswer(head, bytes(body))
 
-    async def _merge(self, field: str, key: str, request: web.Request) -> web.StreamResponse:
+    async def _merge(
+        self, listing: Operation, field: str, key: str, request: web.Request
+    ) -> web.StreamResponse:
         """Respond with the entries of all workers, each once, in the order of the first.
 
         If all workers refuse the request, the response is the first refusal.
         """
         entries: dict[str, dict[str, Any]] = {}
-        answers = await self.call_all(request)
+        answers = await self.call_all(request, kind=listing.answers[0].body)
         if (best := select_first(answers)).status != 200:
             return best.build_response()
         envelope = read_json(best.body, "a list")
@@ -238,30 +309,36 @@ class WorkerCalls:
                 entries.setdefault(str(entry.get(key)), entry)
         return web.json_response({**envelope, field: list(entries.values())})
 
-    async def _answer_first(self, request: web.Request) -> web.StreamResponse:
+    async def _answer_first(self, question: Operation, request: web.Request) -> web.StreamResponse:
         """Respond as the first worker that has the requested object."""
         fields = await _read_fields(request)
+        kind = question.answers[0].body
         if request.path == PUSH:
-            return await self._respond_with_progress(request, fields, select_first)
-        return select_first(await self.call_all(request, fields)).build_response()
+            return await self._respond_with_progress(request, fields, select_first, kind)
+        return select_first(await self.call_all(request, fields, kind=kind)).build_response()
 
     async def _change(
-        self, outcome: Callable[[list[WorkerAnswer]], WorkerAnswer], request: web.Request
+        self,
+        change: Operation,
+        outcome: Callable[[list[WorkerAnswer]], WorkerAnswer],
+        request: web.Request,
     ) -> web.StreamResponse:
         """Respond when all workers have changed their stores."""
-        return await self._respond_with_progress(request, await _read_fields(request), outcome)
+        fields, kind = await _read_fields(request), change.answers[0].body
+        return await self._respond_with_progress(request, fields, outcome, kind)
 
     async def _respond_with_progress(
         self,
         request: web.Request,
         fields: dict[str, Any] | None,
         outcome: Callable[[list[WorkerAnswer]], WorkerAnswer],
+        kind: Any,
     ) -> web.StreamResponse:
         """Respond with the outcome of a transfer; a stream has its progress."""
         is_stream = request.path in _STREAMS and (fields or {}).get("stream", True) is True
         progress, lines = TransferProgress(), NdjsonStream(request)
         on_line = progress.take if is_stream else None
-        task = asyncio.create_task(self.call_all(request, fields, None, on_line))
+        task = asyncio.create_task(self.call_all(request, fields, None, on_line, kind))
         try:
             while not (await asyncio.wait([task], timeout=_WATCH))[0]:
                 if is_gone(request):
