@@ -36,6 +36,8 @@ from clowder_aimage.http.operation import BODY
 from clowder_aimage.http.response_writer import abort
 from clowder_aimage.http.route import Exchange, Role, with_head
 
+# Browsers show nothing of a response as a document, unless its route says otherwise
+POLICY = "default-src 'none'; frame-ancestors 'none'"
 _EXPOSED = (
     "X-Request-Id, X-Aimage-Model, X-Aimage-Digest, X-Aimage-Alias, X-Aimage-Seed, "
     "X-Aimage-Ignored, X-Aimage-Warning, Retry-After"
@@ -318,11 +320,12 @@ def _read_body(bodies: Mapping[web.AbstractRoute, int | None]) -> Middleware:
 
 
 async def _set_common_headers(request: web.Request, response: web.StreamResponse) -> None:
-    """Set the headers of every response, and disable content type sniffing."""
+    """Set the headers of every response; nothing but the page is a document for browsers."""
     request["answered"] = True
     # Versions would help attackers (RFC 9110, 10.2.4)
     response.headers["Server"] = PRODUCT
     response.headers.setdefault("X-Content-Type-Options", "nosniff")
+    response.headers.setdefault("Content-Security-Policy", POLICY)
     if find_interface(request) == OCI:
         response.headers["Docker-Distribution-API-Version"] = "registry/2.0"
     else:

@@ -43,6 +43,7 @@ from clowder_aimage.engine.executor import run_generation, run_io
 from clowder_aimage.errors import AImageError, ModelError, NotFoundError, UsageError
 from clowder_aimage.generation.request import GenerateRequest
 from clowder_aimage.http.api_error import ApiError
+from clowder_aimage.http.app import POLICY
 from clowder_aimage.http.local_request import Request
 from clowder_aimage.http.route import ADMIN, Route, share
 from clowder_aimage.oci import Reference
@@ -168,7 +169,7 @@ class ImageRoutes:
         max_age = max(0, picture.expires - int(time.time()))
         headers = {
             "Cache-Control": f"private, max-age={max_age}, immutable",
-            "Content-Security-Policy": "default-src 'none'; sandbox",
+            "Content-Security-Policy": f"{POLICY}; sandbox",
         }
         return web.Response(body=picture.data, content_type=picture.media_type, headers=headers)
 
