@@ -151,23 +151,6 @@ def test_schema_that_the_library_would_ignore_is_refused(
     assert caught.value.facts["field"] == "response_format"
 
 
-@pytest.mark.parametrize(
-    ("schema", "reason"),
-    [
-        ({"type": "array", "maxItems": 10**9, "items": {"type": "string"}}, r"1e\+09 together"),
-        ({"anyOf": [{"minProperties": 6000}, {"minItems": 6000}]}, "12000 together"),
-        ({"type": "string", "pattern": "^((a{100}){1,50}b{9}c{2,})$"}, "90000 together"),
-        ({"enum": ["x" * 100_000]}, "the limit is 65536"),
-    ],
-)
-def test_schema_whose_grammar_takes_long_is_refused_at_once(
-    model: LlamaModel, schema: dict[str, Any], reason: str
-) -> None:
-    with pytest.raises(UsageError, match=reason) as caught:
-        model.generate(complete("the", schema=schema))
-    assert caught.value.facts["field"] == "response_format"
-
-
 @pytest.mark.parametrize("prompt", ["the \ud800 ball", "\udcff"])
 def test_prompt_that_is_not_text_is_refused(model: LlamaModel, prompt: str) -> None:
     with pytest.raises(UsageError, match="not characters") as caught:

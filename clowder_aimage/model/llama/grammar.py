@@ -1,91 +1,117 @@
-"""Grammars of JSON Schemas, as llama.cpp accepts them."""
+"""Grammars of JSON Schemas, as llama.cpp accepts them.
+
+llama.cpp serves no text while it prepares a grammar, and a few bytes of a schema can make that
+endless. So each schema is tried first in a bounded process.
+"""
 
 from __future__ import annotations
 
 import json
-import math
-import re
-from collections.abc import Mapping
-from contextlib import closing
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-import xllamacpp
-
 from clowder_aimage.errors import UsageError
-from clowder_aimage.model.llama.server import LlamaServer
+from clowder_aimage.model.bounded_process import RefusedError, run_bounded
 
-_WORD = "@#@#"
-_MAX_CACHED = 64
-# Bytes of a schema: all requests wait while its grammar is prepared
+_MODULE = "clowder_aimage.model.llama.grammar_trial"
+_MAX_CACHED = 256
+# Bytes of a schema
 _MAX_SIZE = 1 << 16
-_MAX_REPEATS = 10_000
-_COUNTS = ("minItems", "maxItems", "minProperties", "maxProperties")
-_REPEATS = re.compile(r"\{(\d+)(?:,(\d*))?\}")
+# Seconds that llama.cpp may take to prepare a grammar, while all texts wait
+_MOST = 0.5
+# Grammars that take less are used at once
+_CHEAP = 0.02
+# White space in a text is that of Python's json.dumps: otherwise it could go on for ever
+_LAYOUT = {
+    "whitespace_flexible": False,
+    "whitespace_pattern": None,
+    "item_separator": ", ",
+    "key_separator": ": ",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """A grammar; ``seconds`` is the time that llama.cpp takes to prepare it."""
+
+    text: str
+    seconds: float
 
 
 class Grammars:
-    """The grammars of recent schemas, tried once each."""
+    """The grammars of recent schemas. Thread-safe."""
 
-    def __init__(self, server: LlamaServer) -> None:
-        self._server = server
-        self._cache: dict[str, str] = {}
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        # The last one was used last; the reason for a schema that is refused
+        self._cache: OrderedDict[str, Grammar | str] = OrderedDict()
+        # When the next grammar that is not cheap may be used
+        self._next = 0.0
 
-    def of(self, schema: Mapping[str, Any]) -> str:
-        """Return the grammar of a JSON Schema, of any object for an empty one.
+    def build(
+        self, schema: Mapping[str, Any], is_cancelled: Callable[[], bool] = lambda: False
+    ) -> Grammar:
+        """Return the grammar of a JSON Schema, of any object for an empty one. Blocks.
 
         Raises UsageError, with the field of the request as a fact, if it is unsupported.
         """
-        value = dict(schema) or {"type": "object"}
+        key = _encode(schema)
+        with self._lock:
+            cached = self._cache.get(key)
+        if cached is None:
+            cached = self._try(key, is_cancelled)
+        with self._lock:
+            self._cache[key] = cached
+            self._cache.move_to_end(key)
+            if len(self._cache) > _MAX_CACHED:
+                self._cache.popitem(last=False)
+        if isinstance(cached, str):
+            raise _build_schema_error(cached)
+        return cached
+
+    def reserve(self, grammar: Grammar) -> float:
+        """Return the seconds to wait until a grammar may be used.
+
+        Grammars that are not cheap take half of the model's time at most.
+        """
+        if grammar.seconds < _CHEAP:
+            return 0.0
+        with self._lock:
+            begin = max(self._next, self._clock())
+            self._next = begin + 2 * grammar.seconds
+            return begin - self._clock()
+
+    def _try(self, key: str, is_cancelled: Callable[[], bool]) -> Grammar | str:
         try:
-            key = json.dumps(value)
-            _check_size(key, value)
-            if key in self._cache:
-                return self._cache[key]
-            grammar: str = xllamacpp.json_schema_to_grammar(value)
-        except (RuntimeError, TypeError, ValueError, RecursionError) as error:
-            raise _build_schema_error(str(error)) from None
-        self._try(grammar)
-        if len(self._cache) >= _MAX_CACHED:
-            self._cache.clear()
-        self._cache[key] = grammar
+            output = run_bounded(_MODULE, key.encode(), is_cancelled)
+        except RefusedError as error:
+            if is_cancelled():
+                raise _build_schema_error(str(error)) from None
+            return str(error)
+        seconds, _, text = output.decode().partition("\n")
+        grammar = Grammar(text, float(seconds))
+        if grammar.seconds > _MOST:
+            return f"preparing it takes more than {_MOST:g} seconds of processor time"
         return grammar
 
-    def _try(self, grammar: str) -> None:
-        """Refuse a grammar that llama.cpp would ignore, as it does if LLGuidance rejects it.
 
-        A text that must begin with a certain word does so only if the grammar is in use.
-        """
-        head, start, body_rule = grammar.partition("start: ")
-        # Without this rule it is in llama.cpp's own notation, whose errors are reported
-        if not start:
-            return
-        tried = f'{head}{start}"{_WORD}" {body_rule}'
-        body = {"prompt": ".", "n_predict": 4, "temperature": 0, "grammar": tried, "stream": True}
-        with closing(self._server.stream(body)) as batches:
-            text = "".join(answer["choices"][0]["text"] for batch in batches for answer in batch)
-        if not text or not _WORD.startswith(text[: len(_WORD)]):
-            raise _build_schema_error("it is invalid, or has keywords that are not supported")
-
-
-def _check_size(text: str, value: Any) -> None:
-    """Refuse a large schema: llama.cpp serves no request while it prepares the grammar."""
+def _encode(schema: Mapping[str, Any]) -> str:
+    """Return a schema with the layout of texts, as JSON. Raises UsageError."""
+    value = dict(schema) or {"type": "object"}
+    stated = value.get("x-guidance")
+    value["x-guidance"] = {**(stated if isinstance(stated, dict) else {}), **_LAYOUT}
+    try:
+        text = json.dumps(value)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise _build_schema_error(str(error)) from None
     if len(text) > _MAX_SIZE:
         raise _build_schema_error(f"it has {len(text)} bytes; the limit is {_MAX_SIZE}")
-    if (count := _repeats(value)) > _MAX_REPEATS:
-        names = f"{', '.join(_COUNTS)} and the repetitions of patterns"
-        raise _build_schema_error(f"{names} are {count:.6g} together; the limit is {_MAX_REPEATS}")
-
-
-def _repeats(value: Any) -> float:
-    """Return the sum of the numbers of items, and of the products of repetitions in patterns."""
-    if isinstance(value, list):
-        return sum(map(_repeats, value), 0.0)
-    if not isinstance(value, dict):
-        return 0.0
-    counts = [float(count) for name in _COUNTS if isinstance(count := value.get(name), int | float)]
-    ranges = _REPEATS.findall(pattern) if isinstance(pattern := value.get("pattern"), str) else []
-    product = math.prod(float(most or least) for least, most in ranges) if ranges else 0.0
-    return sum(counts) + product + sum(map(_repeats, value.values()))
+    return text
 
 
 def _build_schema_error(reason: str) -> UsageError:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from itertools import chain
@@ -55,6 +56,7 @@ _log = logging.getLogger("aimage.worker")
 _MEAN, _RANK = 1, 4  # enum llama_pooling_type
 _ENCODERS = ("bert", "t5encoder", "gemma-embedding", "llama-embed")  # parts of architectures
 _TEMPLATE = "tokenizer.chat_template"
+_INTERVAL = 0.1  # seconds between two looks whether a request is cancelled
 _ROLES = ("bos", "eos", "unknown", "seperator", "padding", "cls", "mask")  # the keys' spelling
 
 
@@ -137,7 +139,7 @@ class LlamaModel:
         parallel: int,
     ) -> None:
         self._server, self._layers, self._template = server, layers, template
-        self._params, self._bos, self._grammars = params, bos, Grammars(server)
+        self._params, self._bos, self._grammars = params, bos, Grammars()
         self.context, self.parallel = context, parallel
         self.device = f"{next(iter(list_gpus()), 'cpu')}, llama.cpp"
         self.dtype = resolve_quantization(layers.metadata, layers.tensors.values()) or "F32"
@@ -165,6 +167,17 @@ class LlamaModel:
         vectors = tuple(_normalize(row["embedding"]) for row in rows)
         return Embeddings(vectors, int(answer["usage"]["prompt_tokens"]))
 
+    def prepare(self, request: TextRequest, is_cancelled: Callable[[], bool]) -> None:
+        """Try the grammar of a request, and wait until it may be used; see LanguageModel."""
+        check_request(request, self.capabilities)
+        if request.schema is None:
+            return
+        end = time.monotonic() + self._grammars.reserve(
+            self._grammars.build(request.schema, is_cancelled)
+        )
+        while (seconds := end - time.monotonic()) > 0 and not is_cancelled():
+            time.sleep(min(seconds, _INTERVAL))
+
     def generate(self, request: TextRequest) -> Generator[TextEvent, None, None]:
         """Yield deltas, calls and a TextEnd, see LanguageModel."""
         require(self.capabilities, COMPLETION, "model")
@@ -179,7 +192,7 @@ class LlamaModel:
         server, drawn = self._server, request.begun
         stream.resume(drawn, [drawn.text.encode()])
         if request.schema is not None:
-            body["grammar"] = self._grammars.of(request.schema)
+            body["grammar"] = self._grammars.build(request.schema).text
             # Grammars of this type begin with the text that the server has
             if drawn.text:
                 body["grammar_type"] = "tool_calls"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -121,6 +121,9 @@ class MlxModel:
             features |= {TOOLS} if self._template.has_tools else set()
             features |= {THINKING} if self._template.has_thinking else set()
         return frozenset(features | ({EMBEDDING} if self._embedding else set()))
+
+    def prepare(self, request: TextRequest, is_cancelled: Callable[[], bool]) -> None:
+        """Return at once: nothing takes long before the turn of a request."""
 
     def generate(self, request: TextRequest) -> Generator[TextEvent, None, None]:
         check_request(request, self.capabilities)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, Protocol
@@ -293,6 +293,12 @@ class LanguageModel(Protocol):
     @property
     def dtype(self) -> str:
         """Return the type of the computation, or of the weights."""
+
+    def prepare(self, request: TextRequest, is_cancelled: Callable[[], bool]) -> None:
+        """Do work for a request that may take long, on any thread; ``generate`` needs its result.
+
+        Raises UsageError, as ``generate``.
+        """
 
     def generate(self, request: TextRequest) -> Generator[TextEvent, None, None]:
         """Yield deltas, calls, and a TextEnd; closing the generator ends the request.

@@ -46,8 +46,8 @@ class TokenTable:
         if token in self._backend.added:
             return text.encode()
         # Tokens outside of the byte alphabet occur in vocabularies of converted models
-        if self._is_byte_level and all(character in _BYTES for character in text):
-            return bytes(_BYTES[character] for character in text)
+        if self._is_byte_level and all(character in BYTES for character in text):
+            return bytes(BYTES[character] for character in text)
         if self._has_bytes and (match := _BYTE.fullmatch(text)):
             return bytes([int(match[1], 16)])
         if self._suffix:
@@ -65,4 +65,5 @@ def _build_byte_table() -> dict[str, int]:
     }
 
 
-_BYTES = _build_byte_table()
+BYTES = _build_byte_table()
+"""The byte of each character in the byte alphabet of GPT-2."""
