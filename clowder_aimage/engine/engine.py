@@ -36,7 +36,7 @@ from clowder_aimage.engine.machine import read_available_memory
 from clowder_aimage.engine.metric import Metrics
 from clowder_aimage.engine.model_fetch import fetch, find, read_model
 from clowder_aimage.engine.queued_request import MakeRequest, ModelSlot, QueuedRequest
-from clowder_aimage.engine.runner import DiedError
+from clowder_aimage.engine.runner import GUILTY, SUSPECT, DiedError
 from clowder_aimage.engine.scheduler import ModelScheduler
 from clowder_aimage.engine.transfer_queue import TransferQueue
 from clowder_aimage.errors import AImageError, NoMemoryError, NotFoundError, UsageError
@@ -268,14 +268,16 @@ class Engine:
                 if request.sent.is_ended:
                     # The client has the whole text: only the last frame is missing
                     return
-                if request.is_suspect and error.is_alone and request.model is not None:
+                if request.is_suspect and error.part == GUILTY and request.model is not None:
                     self._scheduler.clear_suspects(request.model)
-                if not request.is_text or error.is_alone or request.is_interrupted:
+                if not request.is_text or error.part == GUILTY or request.is_interrupted:
                     raise
+                # A request that is begun for the third time could go on for ever
+                if request.deaths:
+                    raise
+                request.is_suspect = error.part == SUSPECT
             self._scheduler.leave(request)
-            # Another request may have crashed the process
-            request.suspect()
-            request.wait_again()
+            request.begin_again()
             if isinstance(parameters, TextRequest):
                 parameters = request.sent.continue_request(parameters)
 

@@ -100,11 +100,21 @@ class ModelProcess:
                 command, _ = received
                 if command["do"] == "cancel":
                     self._cancelled.add(command["id"])
+                elif command["do"] == "write" and command["request"].get("schema") is not None:
+                    threading.Thread(target=self._prepare, args=(command,), daemon=True).start()
                 else:
                     self._commands.put(command)
         finally:
             self._is_orphaned = True
             self._commands.put(None)
+
+    def _prepare(self, command: frame.Message) -> None:
+        """Prepare a request while others are served, then queue it."""
+        request_id: int = command["id"]
+        with self._reporting_errors(request_id):
+            request = TextRequest.from_json(command["request"])
+            self._model.prepare(request, partial(self._is_cancelled, request_id))
+            self._commands.put(command)
 
     def _execute(self, command: frame.Message) -> None:
         request_id = command.get("id")
@@ -137,6 +147,7 @@ class ModelProcess:
     def _fail(
         self, request_id: int | None, kind: str, message: str, hint: str | None = None, **facts: str
     ) -> None:
+        self._cancelled.discard(request_id or 0)
         self._send("error", request_id, kind=kind, message=message, hint=hint, facts=facts)
 
     def _load(self, command: frame.Message) -> None:
@@ -260,6 +271,8 @@ class ModelProcess:
         """Open the text, or the embeddings, of a request; open requests are served in turns."""
         request_id: int = command["id"]
         if request_id not in self._cancelled:
+            # If the process ends before "started", it is because of this request
+            self._send("opening", request_id)
             events: Generator[_Text, None, None]
             if command["do"] == "embed":
                 events = self._embed(EmbeddingRequest.from_json(command["request"]))

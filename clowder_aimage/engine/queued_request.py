@@ -108,8 +108,8 @@ class QueuedRequest:
     the names of AImages, by the index of the adapter in the request. ``is_text``: it is for a
     language model. ``stored`` is the AImage of the name at the arrival of the request, if the store
     had it. ``sent`` has the text that was sent. ``seconds``: the estimated duration, updated after
-    each step; 0 before. ``deaths`` counts the processes that crashed while they served it with
-    other requests. ``is_suspect``: it may have crashed a process, and is served alone.
+    each step; 0 before. ``deaths`` counts the processes that died while they served it with other
+    requests. ``is_suspect``: it may have crashed a process, and is served alone.
     """
 
     reference: Reference
@@ -139,13 +139,14 @@ class QueuedRequest:
     moved: asyncio.Event = field(default_factory=asyncio.Event)
     turn: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def suspect(self) -> None:
-        """Mark the request to be served alone, after its process crashed.
+    def begin_again(self) -> None:
+        """Wait for another process, after one died for the sake of another request.
 
-        It is served before requests that arrive later. Among suspects the newest is first: most
-        probably it crashed the process.
+        The request is served before those that arrive later. Among suspects the newest is first:
+        most probably it crashed the process.
         """
-        self.deaths, self.is_suspect, self.number = self.deaths + 1, True, -abs(self.number)
+        self.deaths, self.number = self.deaths + 1, -abs(self.number)
+        self.wait_again()
 
     def wait_again(self) -> None:
         """Wait for another turn."""

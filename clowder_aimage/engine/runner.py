@@ -18,7 +18,7 @@ from clowder_aimage import errors
 from clowder_aimage.engine import frame
 from clowder_aimage.engine.admission import EngineLimits
 from clowder_aimage.engine.event import Event, ImageEvent, ModelRequest, PreviewEvent, StartedEvent
-from clowder_aimage.errors import AImageError, ModelError, NoMemoryError
+from clowder_aimage.errors import AImageError, ModelError, NoMemoryError, StuckError
 from clowder_aimage.generation.encoding import PictureEncoding
 from clowder_aimage.generation.request import GenerateRequest
 from clowder_aimage.model.pipeline import Step
@@ -40,13 +40,19 @@ _COMMAND = (sys.executable, "-m", "clowder_aimage.engine.process")
 _EVENTS: dict[str, type[Event]] = {"started": StartedEvent, "step": Step}
 _EVENTS |= {"preview": PreviewEvent, "image": ImageEvent}
 _EVENTS |= {"piece": TextDelta, "call": ToolCall, "end": TextEnd}
+GUILTY, SUSPECT, INNOCENT = "guilty", "suspect", "innocent"
 _log = logging.getLogger("aimage.worker")
 
 
 class DiedError(ModelError):
-    """The process of a model died; ``is_alone``: while it served one request only."""
+    """The process of a model died.
 
-    is_alone = True
+    ``part`` of the request in that: GUILTY if the process died for its sake, or may have been
+    killed for its sake; SUSPECT if it crashed while it served this request with others; INNOCENT if
+    it died for the sake of another one.
+    """
+
+    part = GUILTY
 
 
 _Reply = tuple[frame.Message, bytes]
@@ -65,8 +71,13 @@ class Runner:
         self._replies: dict[int | None, asyncio.Queue[_Reply | None]] = {None: asyncio.Queue()}
         # The reason, after an invalid frame
         self._fault = ""
+        # Texts that the process has begun to prepare, and the last one, if it has not yet begun
+        self._opened: set[int] = set()
+        self._opening: int | None = None
         # At most one request was open when the process ended
         self._is_alone = True
+        # It was killed because it did not end a cancelled request
+        self._is_hung = False
         self._numbers = itertools.count(1)
         self._logging = asyncio.create_task(log_lines(process))
         self.ended = asyncio.create_task(process.wait())
@@ -162,7 +173,7 @@ class Runner:
                     raise parse_error(message)
                 # This side did not cancel it: the process is exiting
                 if message["cancelled"]:
-                    raise self._make_error()
+                    raise self._make_error(number)
                 self.size = message["bytes"]
                 return
         finally:
@@ -171,7 +182,7 @@ class Runner:
                 self.cancellations.add(cancellation)
                 cancellation.add_done_callback(self.cancellations.discard)
             else:
-                del self._replies[number]
+                self._forget(number)
 
     async def stop(self) -> None:
         """End the process, so that all of its memory is free."""
@@ -192,9 +203,9 @@ class Runner:
         """
         replies = self._replies[number]
         if self._receiving.done() and replies.empty():
-            raise self._make_error()
+            raise self._make_error(number)
         if (reply := await replies.get()) is None:
-            raise self._make_error()
+            raise self._make_error(number)
         return reply
 
     async def _receive_all(self) -> None:
@@ -202,6 +213,8 @@ class Runner:
         assert self._process.stdout is not None  # noqa: S101 - it is a pipe
         try:
             while (reply := await frame.receive(self._process.stdout)) is not None:
+                if self._track(reply[0]):
+                    continue
                 if (replies := self._replies.get(reply[0].get("id"))) is not None:
                     replies.put_nowait(reply)
         except ValueError as error:
@@ -211,6 +224,16 @@ class Runner:
         self._is_alone = len(self._replies) <= 2
         for replies in self._replies.values():
             replies.put_nowait(None)
+
+    def _track(self, message: frame.Message) -> bool:
+        """Note which text the process prepares; return True if the frame says that only."""
+        is_opening = bool(message["is"] == "opening")
+        if is_opening:
+            self._opening = message["id"]
+            self._opened.add(message["id"])
+        elif message.get("id") == self._opening and message.get("kind") != StuckError.__name__:
+            self._opening = None
+        return is_opening
 
     async def end(self, grace: float) -> None:
         """End the process within ``grace`` seconds, or kill it.
@@ -266,15 +289,33 @@ class Runner:
                     while (await self.receive(number))[0]["is"] not in ("done", "error"):
                         pass
             except TimeoutError:
+                self._is_hung = self.is_alive
                 await self.end(0.0)
-        del self._replies[number]
+        self._forget(number)
 
-    def _make_error(self) -> DiedError:
+    def _forget(self, number: int) -> None:
+        del self._replies[number]
+        self._opened.discard(number)
+
+    def _make_error(self, number: int | None) -> DiedError:
         error = DiedError(self._fault or self._describe_exit(), hint="the next request restarts it")
-        error.is_alone = self._is_alone
+        error.part = self._judge(number)
         return error
 
+    def _judge(self, number: int | None) -> str:
+        """Return the part of a request in the end of the process."""
+        if self._opening is not None:
+            return GUILTY if number == self._opening else INNOCENT
+        if number not in self._opened:
+            return INNOCENT
+        return GUILTY if self._is_hung or self._is_alone else SUSPECT
+
     def _describe_exit(self) -> str:
+        if self._is_hung:
+            return (
+                "the model process did not end a cancelled request within "
+                f"{self._cancel_timeout:g} seconds, and was killed"
+            )
         reason, signal = "exited", -(self._process.returncode or 0)
         # The advice is in the message, as hints are not sent with a 5xx response
         if signal > 0:

@@ -172,13 +172,9 @@ class ModelScheduler:
         )
 
     def clear_suspects(self, model: ModelSlot) -> None:
-        """Serve the suspects of a model together again, as another request crashed its process.
-
-        A request whose processes crashed twice is served alone, so that it crashes no third time
-        with others.
-        """
+        """Serve the suspects of a model together again, as another request crashed its process."""
         for request in self._list_waiting(model):
-            request.is_suspect = request.deaths > 1
+            request.is_suspect = False
 
     def _start(self, request: QueuedRequest, model: ModelSlot) -> None:
         self._queue.remove(request)

@@ -2,14 +2,17 @@
 
 It answers with the words of the last message, one in each turn. Some words have effects: ``fail``
 raises an error, ``crash`` ends the process, ``bye`` does so after the text, ``slow`` takes a while,
-``wait`` has no piece while others are open, ``process`` is another text in each process.
+``wait`` has no piece while others are open, ``process`` is another text in each process, ``hang``
+at the beginning never ends, nor does ``stall`` later. The first word of each text that is begun,
+and ``stall``, is written to the file SCRIPTED_LOG.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
+from pathlib import Path
 from typing import Any
 
 from clowder_aimage.engine import process
@@ -44,11 +47,17 @@ class ScriptedLanguageModel:
         self.open = 0
         self.embedded: list[int] = []  # the numbers of texts
 
+    def prepare(self, request: TextRequest, is_cancelled: Callable[[], bool]) -> None:
+        pass
+
     def generate(self, request: TextRequest) -> Generator[TextEvent, None, None]:
         words = str(request.messages[-1]["content"]).split() if request.messages else []
         words = words or (request.prompt or "").split()
         if len(words) > CONTEXT:
             raise ContextError(len(words), CONTEXT)
+        _log(words[0])
+        if words[0] == "hang":
+            time.sleep(100)
         return self._events(words, request)
 
     def _events(self, words: Sequence[str], request: TextRequest) -> Any:
@@ -59,14 +68,9 @@ class ScriptedLanguageModel:
                 if number < begun:
                     continue
                 drawn = DrawnTokens((number,), 1)
-                if word == "fail":
-                    raise ValueError("a secret word")
-                if word == "crash":
-                    os._exit(3)
+                _take_effect(word)
                 if word == "process":
                     word = str(os.getpid())
-                if word == "slow":
-                    time.sleep(0.02)
                 while word == "wait" and self.open > 1:
                     yield TextDelta("")
                     time.sleep(0.001)
@@ -88,6 +92,24 @@ class ScriptedLanguageModel:
         self.embedded.append(len(request.texts))
         vectors = tuple((float(len(text)), 0.5) for text in request.texts)
         return Embeddings(vectors, sum(len(text.split()) for text in request.texts))
+
+
+def _take_effect(word: str) -> None:
+    if word == "fail":
+        raise ValueError("a secret word")
+    if word == "crash":
+        os._exit(3)
+    if word == "stall":
+        _log(word)
+        time.sleep(100)
+    if word == "slow":
+        time.sleep(0.02)
+
+
+def _log(word: str) -> None:
+    if log := os.environ.get("SCRIPTED_LOG"):
+        with Path(log).open("a") as file:
+            file.write(f"{word}\n")
 
 
 def _token(word: str) -> Token:

@@ -150,7 +150,7 @@ def test_embeddings_that_are_cancelled_are_not_computed_to_the_end() -> None:
     process._advance(1, process._texts[1])
     assert model.embedded == [16] and not process._texts and not process._cancelled
     target.seek(0)
-    assert [frame.read(target)[0]["is"] for _ in range(2)] == ["started", "done"]  # type: ignore[index]
+    assert [frame.read(target)[0]["is"] for _ in range(3)] == ["opening", "started", "done"]  # type: ignore[index]
 
 
 # -- by clients of an engine
@@ -255,7 +255,7 @@ def test_a_client_that_leaves_ends_only_its_own_text(stocked_store: LayeredStore
 
 
 def test_a_crash_is_an_error_of_that_request_alone(stocked_store: LayeredStore) -> None:
-    """Two requests end the process, one after the other: the others go on in the next one."""
+    """The others go on in the next process."""
     rich = asked("hm " + "slow " * 8 + "call end", alternatives=1)
 
     async def play(engine: Any) -> Any:
@@ -263,16 +263,60 @@ def test_a_crash_is_an_error_of_that_request_alone(stocked_store: LayeredStore) 
         begun = [rich, rich, asked("process " + "slow " * 8)]
         clients = [asyncio.create_task(heard(engine, one)) for one in begun]
         await until_async(lambda: sample(engine, "aimage_text_first_token_seconds_count") == 4)
-        others = [asked("wait here"), asked("slow slow crash"), asked("slow slow crash")]
+        others = [asked("wait here"), asked("slow slow crash")]
         clients += [asyncio.create_task(heard(engine, one)) for one in others]
         return alone, await asyncio.gather(*clients, return_exceptions=True)
 
-    alone, (first, second, other, silent, *crashes) = played(stocked_store, play, parallel=6)
+    alone, (first, second, other, silent, crash) = played(stocked_store, play, parallel=6)
     assert parts(first) == parts(second) == parts(alone) and len(parts(alone)) == 12
     assert text_of(silent) == "wait here "
     process, *rest = text_of(other).split()  # the beginning is that of the first process
     assert process.isdecimal() and rest == ["slow"] * 8
-    assert [type(one).__name__ for one in crashes] == ["DiedError", "DiedError"]
+    assert type(crash).__name__ == "DiedError"
+
+
+# Texts in the order in which they are begun, all open together; the last one ends or blocks their
+# process. "left" is of a client that leaves then. How often each is begun, and which are answered
+LONG = "slow " * 40
+ENDS = {
+    "blocked before it begins": ((f"left {LONG}", f"other {LONG}", "hang"), "121", ["other"]),
+    "blocked by one of all": ((f"left {LONG}", f"other {LONG}", "late stall"), "111", []),
+    "ended by one of all": ((f"some {LONG}", f"other {LONG}", "crash"), "222", ["some", "other"]),
+    "ended by two": ((f"crash1 {LONG} crash", f"other {LONG}", "crash"), "222", []),
+}
+
+
+@pytest.mark.parametrize(("texts", "counts", "answered"), ENDS.values(), ids=ENDS)
+def test_a_text_is_begun_again_once_and_never_if_its_process_was_killed_for_it(
+    stocked_store: LayeredStore,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    texts: tuple[str, ...],
+    counts: str,
+    answered: list[str],
+) -> None:
+    monkeypatch.setenv("SCRIPTED_LOG", str(log := tmp_path / "log"))
+    log.touch()
+
+    async def play(engine: Any) -> dict[str, Any]:
+        clients: dict[str, asyncio.Task[list[Event]]] = {}
+        for text in texts:
+            name = text.split()[0]
+            clients[name] = asyncio.create_task(heard(engine, asked(text)))
+            await until_async(lambda name=name: name in log.read_text())  # type: ignore[misc]
+        if "left" in clients:
+            is_blocked = lambda: texts[-1].split()[-1] in log.read_text()  # noqa: E731
+            await until_async(is_blocked)
+            clients["left"].cancel()
+        outcomes = await asyncio.gather(*clients.values(), return_exceptions=True)
+        return dict(zip(clients, outcomes, strict=True))
+
+    outcomes = played(stocked_store, play, parallel=3, cancel_timeout=0.3)
+    words = log.read_text().split()
+    assert "".join(str(words.count(name)) for name in outcomes) == counts
+    assert [name for name, one in outcomes.items() if isinstance(one, list)] == answered
+    failed = [one for one in outcomes.values() if isinstance(one, Exception)]
+    assert {type(one).__name__ for one in failed} <= {"DiedError"}
 
 
 def parts(events: list[Event]) -> list[Event]:
