@@ -15,6 +15,8 @@ INTERACTIVE, BATCH = "interactive", "batch"
 PRIORITIES = (INTERACTIVE, BATCH)
 DEFAULT_FLEET = "aimage"
 _MAX_WORKER = 64
+# The digest of a job becomes part of names of consumers.
+_ENCODED = re.compile("[0-9a-f]{64}|[0-9a-f]{128}")
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,32}")
 
 
@@ -108,7 +110,7 @@ class FleetNames:
         """Return the priority and the digest of the subject of a job; None for another."""
         parts = subject.split(".")
         is_job = len(parts) == 5 and parts[:2] == [self.fleet, "job"] and parts[2] in PRIORITIES
-        return (parts[2], parts[3]) if is_job else None
+        return (parts[2], parts[3]) if is_job and _ENCODED.fullmatch(parts[3]) else None
 
 
 def make_worker_name(machine: str, port: str) -> str:

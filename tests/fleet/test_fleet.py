@@ -772,8 +772,9 @@ def test_a_finished_job_that_the_server_left_on_the_queue_is_removed(play: Play)
         link = fleet.operator()
         async with link.open(), fleet.gateway() as url:
             await link.wait_until_ready(PATIENCE)
-            for name, kind in (("done", END), ("running", BEGIN)):
-                subject = link.names.build_job_subject(BATCH, name, "me")
+            running = "ab" * 32
+            for name, digest, kind in (("done", "cd" * 32, END), ("running", running, BEGIN)):
+                subject = link.names.build_job_subject(BATCH, digest, "me")
                 await link.store(subject, b"x", {MESSAGE_ID: name})
                 await link.store(
                     link.names.build_mark_subject(name), b"", Frame(kind, 1, 1).headers
@@ -781,7 +782,7 @@ def test_a_finished_job_that_the_server_left_on_the_queue_is_removed(play: Play)
 
             async def is_removed() -> bool:
                 queue = (await fleet.status(url))["queue"]
-                return [each["digest"] for each in queue] == ["sha256:running"]
+                return [each["digest"] for each in queue] == [f"sha256:{running}"]
 
             await until_async(is_removed)
 

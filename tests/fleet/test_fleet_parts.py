@@ -50,8 +50,15 @@ A, B, C = (f"sha256:{letter * 64}" for letter in "abc")
 
 def test_names_of_a_fleet_are_read_from_subjects() -> None:
     names = FleetNames("team")
-    assert names.parse_job_subject(names.build_job_subject(BATCH, "ab", "me")) == (BATCH, "ab")
-    for other in ("team.job.batch.ab", "other.job.batch.ab.me", "team.job.urgent.ab.me"):
+    digest = "ab" * 32
+    assert names.parse_job_subject(names.build_job_subject(BATCH, digest, "me")) == (BATCH, digest)
+    for other in (
+        f"team.job.batch.{digest}",
+        f"other.job.batch.{digest}.me",
+        f"team.job.urgent.{digest}.me",
+        "team.job.batch.ab.me",
+        f"team.job.batch.{digest[1:]}é.me",
+    ):
         assert names.parse_job_subject(other) is None
     for wrong in ("", "a.b", "a b", "a*", "x" * 33):
         with pytest.raises(ValueError, match="letters"):
@@ -385,8 +392,8 @@ def test_a_job_is_cancelled_again_if_its_cancellation_was_lost(
 def test_a_message_that_nats_counts_and_does_not_have_is_no_job() -> None:
     names = FleetNames()
     there, gone = (
-        names.build_job_subject(BATCH, "a", "me"),
-        names.build_job_subject(BATCH, "b", "me"),
+        names.build_job_subject(BATCH, "a" * 64, "me"),
+        names.build_job_subject(BATCH, "b" * 64, "me"),
     )
 
     async def get_msg(stream: str, *, subject: str, **_: object) -> None:

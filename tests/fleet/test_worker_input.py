@@ -12,9 +12,11 @@ import pytest
 
 from clowder_aimage.errors import FormatError
 from clowder_aimage.fleet.field import is_id
+from clowder_aimage.fleet.gateway.continuation import NDJSON, SSE, Continuation
+from clowder_aimage.fleet.job.job import FleetJob
 from clowder_aimage.fleet.name import make_worker_name
 from clowder_aimage.fleet.worker_registry import MAX_MODELS, WorkerRegistry, WorkerStatus
-from tests.fleet.hostile_message import HTML, list_hostile_messages
+from tests.fleet.hostile_message import HTML, VALUES, list_hostile_messages
 
 DIGEST = "sha256:" + "3" * 64
 STATUS = WorkerStatus(
@@ -121,3 +123,58 @@ def test_a_worker_is_named_after_its_machine(machine: str, name: str) -> None:
 def test_machines_with_long_names_have_workers_with_different_names() -> None:
     names = {make_worker_name(f"{'long' * 20}.{end}", "65535") for end in "abc"}
     assert len(names) == 3 and all(map(is_id, names))
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        FleetJob("j", "/v1/x", "infer", "me", "", "m", DIGEST, fields={"a": 1}, timeout=1.0),
+        FleetJob("j", "/v1/x", "infer", "me", "", "m", "", fields={"a": b"x"}, is_form=True),
+    ],
+    ids=["fields", "form"],
+)
+def test_a_job_is_valid_or_refused(job: FleetJob) -> None:
+    valid = json.loads(job.encode())
+    accepted = []
+    for name, raw in list_hostile_messages(valid):
+        with contextlib.suppress(FormatError):
+            accepted.append((name, FleetJob.decode(raw)))
+    assert all(is_id(job.id) and job.path.startswith("/") for _, job in accepted)
+    assert not {"timeout='True'", "timeout='x'", "priority='x'"} & {name for name, _ in accepted}
+
+
+@pytest.mark.parametrize("kind", [SSE, NDJSON])
+def test_the_events_of_a_stream_are_joined_or_refused(kind: str) -> None:
+    """Those of a second attempt, whose events are read."""
+    event = {
+        "type": "image_generation.completed",
+        "step": 1,
+        "completed": 1,
+        "choices": [{"index": 0, "delta": {"content": "a", "role": "x"}, "finish_reason": "stop"}],
+        "message": {"content": "a"},
+        "done": False,
+        "response": "a",
+    }
+    end, begin = (b"\n\n", b"data: ") if kind == SSE else (b"\n", b"")
+    messages = [raw for _, raw in list_hostile_messages(event)]
+    for name in event:
+        messages += [raw for _, raw in list_hostile_messages({name: event[name]})]
+    for name in ("index", "delta", "finish_reason"):
+        for value in VALUES:
+            messages.append(json.dumps({"choices": [{"index": 0, name: value}]}).encode())
+    messages += [b": step %s of 5" % (b"9" * 5000), b": step 1 of 2"]
+    continuation = Continuation(kind)
+    for _ in range(2):
+        for raw in messages:
+            with contextlib.suppress(FormatError):
+                continuation.deduplicate(begin + raw + end)
+        continuation.begin()
+
+
+def test_an_event_costs_what_its_bytes_cost() -> None:
+    """A large event in small parts is not copied with each part."""
+    continuation, sizes = Continuation(NDJSON), []
+    for _ in range(2000):
+        assert continuation.deduplicate(b"x" * 1000) == b""
+        sizes.append(id(continuation._buffer))
+    assert len(set(sizes)) == 1 and len(continuation._buffer) == 2_000_000

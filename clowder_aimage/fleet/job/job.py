@@ -10,12 +10,13 @@ from __future__ import annotations
 import base64
 import json
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, TypeAdapter
+from pydantic import ConfigDict, Field, TypeAdapter
 
 from clowder_aimage.errors import FormatError
-from clowder_aimage.fleet.name import INTERACTIVE
+from clowder_aimage.fleet.field import DigestText, Id, Line
+from clowder_aimage.fleet.name import INTERACTIVE, PRIORITIES
 from clowder_aimage.oci import read_json
 
 # The most bytes of an encoded job
@@ -35,21 +36,21 @@ class FleetJob:
     ``size`` is the number of bytes of the encoded job.
     """
 
-    __pydantic_config__ = ConfigDict(extra="forbid")
+    __pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)
 
-    id: str
-    path: str
-    scope: str
-    caller: str
-    asked: str
-    model: str
-    digest: str
-    method: str = "POST"
-    priority: str = INTERACTIVE
+    id: Id
+    path: Annotated[str, Field(pattern="^/", max_length=1 << 16)]
+    scope: Line
+    caller: Line
+    asked: Annotated[str, Field(max_length=1 << 16)]
+    model: Annotated[str, Field(max_length=1024)]
+    digest: DigestText | Literal[""]
+    method: Annotated[str, Field(pattern="^[A-Z]{1,16}$")] = "POST"
+    priority: Annotated[str, Field(pattern=f"^(?:{'|'.join(PRIORITIES)})$")] = INTERACTIVE
     headers: dict[str, str] = field(default_factory=dict)
     fields: dict[str, Any] | None = None
-    is_form: bool = False
-    timeout: float | None = None
+    is_form: Annotated[bool, Field(strict=True)] = False
+    timeout: Annotated[float, Field(strict=True, ge=0)] | None = None
     size: int = field(default=0, compare=False)
 
     def encode(self) -> bytes:
