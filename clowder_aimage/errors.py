@@ -199,3 +199,8 @@ class NoSpaceError(AccessError):
     def __init__(self, message: str, *, missing_size: int = 0, **advice: Any) -> None:
         super().__init__(message, **advice)
         self.missing_size = missing_size
+
+
+def is_passing(error: Exception) -> bool:
+    """Return True if content is missing, damaged or cannot be read: it may be repaired later."""
+    return isinstance(error, AccessError | VerificationError | OSError | MemoryError)

@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from datetime import datetime
 from typing import Any
 
-from clowder_aimage.api.model_kind import EMBEDDER, PICTURES, TEXT, classify_model
-from clowder_aimage.api.model_list import describe_all
+from clowder_aimage.api.model_description import ModelDescription
+from clowder_aimage.api.model_kind import EMBEDDER, PICTURES, TEXT
+from clowder_aimage.api.model_list import describe_all, read_stored_time
 from clowder_aimage.api.service import Service
-from clowder_aimage.engine.model_fetch import read_model
-from clowder_aimage.errors import AImageError, NotFoundError, StoreError, UsageError
-from clowder_aimage.generation.request import MODEL_DEFAULTS, GenerateRequest
+from clowder_aimage.errors import NotFoundError, UsageError
 from clowder_aimage.http.api_error import ApiError
-from clowder_aimage.model.adapter_source import AdapterFile, is_adapter
-from clowder_aimage.model.text.text_facts import read_text_facts
-from clowder_aimage.oci import Descriptor, Digest, Reference
-from clowder_aimage.pictures.input_kind import get_max_images
-
-# Cached manifests
-_MAX_KNOWN = 4096
+from clowder_aimage.model.adapter_source import AdapterFile
+from clowder_aimage.oci import Descriptor, Reference
 
 
 def build_unknown_error(name: str) -> ApiError:
@@ -30,11 +23,10 @@ def build_unknown_error(name: str) -> ApiError:
 
 
 class ModelCatalog:
-    """The list of models, read from the store for each request; manifest facts are cached."""
+    """The list of models: names are read for each request, and models are described once."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._cached: dict[Digest, dict[str, Any] | None] = {}
 
     def list_all(self) -> list[dict[str, Any]]:
         """Return all runnable models by name, their aliases, and the adapters of both places."""
@@ -43,7 +35,7 @@ class ModelCatalog:
             # Another tool's name, invalid in a request
             with contextlib.suppress(UsageError):
                 reference = Reference.parse(tag[0])
-                return str(reference), self._find_facts(reference, tag[1].digest)
+                return str(reference), self._find_facts(reference, tag[1])
             return tag[0], None
 
         listed = describe_all(self._service.store.list_tags(), describe)
@@ -67,7 +59,7 @@ class ModelCatalog:
             descriptor = self._service.store.resolve(reference)
         except NotFoundError:
             raise build_unknown_error(name) from None
-        facts = self._find_facts(reference, descriptor.digest)
+        facts = self._find_facts(reference, descriptor)
         if facts is None:
             raise build_unknown_error(name)
         return (
@@ -87,62 +79,37 @@ class ModelCatalog:
             if name in models and alias not in models:
                 yield alias, models[name]
 
-    def _find_facts(self, reference: Reference, digest: Digest) -> dict[str, Any] | None:
+    def _find_facts(self, reference: Reference, descriptor: Descriptor) -> dict[str, Any] | None:
         """Return the facts of a model; None if it is not runnable or not readable."""
-        try:
-            facts = self._cached[digest]
-        except KeyError:
-            try:
-                facts = self._read(reference)
-            except (NotFoundError, StoreError):
-                # Not cached: the model may be stored, or readable, later
-                return None
-            except AImageError:
-                facts = None
-            if len(self._cached) >= _MAX_KNOWN:
-                self._cached.clear()
-            self._cached[digest] = facts
-        if facts is None:
+        description = self._service.descriptions.find(descriptor)
+        facts = None if description is None else _collect_facts(description)
+        if description is None or facts is None:
             return None
-        facts = {**facts, "owned_by": reference.registry or "local"}
-        # Not cached: the files of a language model may be stored later
-        if (aimage := facts.pop("text", None)) is not None:
-            text = read_text_facts(self._service.store, digest, aimage)
-            facts["capabilities"] = list(text.capabilities)
-            facts |= {"context_length": text.context} if text.context else {}
-        return facts
+        created = description.created
+        if created is None:
+            created = int(read_stored_time(self._service.store, descriptor).timestamp())
+        return {"created": created, **facts, "owned_by": reference.registry or "local"}
 
-    def _read(self, reference: Reference) -> dict[str, Any] | None:
-        store = self._service.store
-        stored = read_model(store, store.resolve(reference))
-        properties, facts = stored.aimage.properties, dict[str, Any]()
-        if is_adapter(stored.aimage):
-            subject = stored.aimage.subject
-            facts = {"adapter": properties.get("adapter", {}), "base": subject and subject.digest}
-        elif (kind := classify_model(stored.aimage)) in (TEXT, EMBEDDER):
-            facts = {"text": stored.aimage}
-        elif kind == PICTURES:
-            facts = {"capabilities": [PICTURES], "max_images": get_max_images(properties)}
-            defaults = GenerateRequest.draft().apply_defaults(stored.aimage).collect_values()
-            facts["defaults"] = {name: defaults[name] for name in MODEL_DEFAULTS}
-        else:
-            return None
-        # An invalid date
-        with contextlib.suppress(KeyError, ValueError, OverflowError):
-            created = datetime.fromisoformat(properties["created"])
-            return {"created": int(created.timestamp()), **facts}
-        path = store.find_path(stored.descriptor)
-        return {"created": int(path.stat().st_mtime), **facts}
-
-    def _index_names(self) -> dict[Digest, str]:
+    def _index_names(self) -> dict[str, str]:
         """Return a name of each manifest, the first in order."""
         tags = sorted(self._service.store.list_tags(), key=lambda tag: tag[0], reverse=True)
-        return {descriptor.digest: name for name, descriptor in tags}
+        return {str(descriptor.digest): name for name, descriptor in tags}
 
 
-def _describe_adapter(
-    name: str, facts: dict[str, Any], names: Mapping[Digest, str]
-) -> dict[str, Any]:
+def _collect_facts(description: ModelDescription) -> dict[str, Any] | None:
+    capabilities = {"capabilities": list(description.capabilities)}
+    if description.adapter is not None:
+        return {"adapter": description.adapter, "base": description.subject}
+    if description.kind in (TEXT, EMBEDDER):
+        context = {"context_length": description.context} if description.context else {}
+        return capabilities | context
+    if description.kind == PICTURES:
+        most = {"max_images": description.max_images}
+        return capabilities | most | {"defaults": description.defaults}
+    return None
+
+
+def _describe_adapter(name: str, facts: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
     """Return the entry of an adapter: ``parent`` is a name of its base, if the store has it."""
     fields = {key: value for key, value in facts.items() if key not in ("base", "adapter")}
     parent = None if facts["base"] is None else names.get(facts["base"])

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 from typing_extensions import TypedDict
 
-from clowder_aimage.api.model_kind import EMBEDDER, PICTURES, TEXT, classify_model
 from clowder_aimage.api.service import Service
 from clowder_aimage.dialect import AImage
 from clowder_aimage.engine.executor import run_io, run_locking
+from clowder_aimage.engine.model_fetch import read_model
 from clowder_aimage.errors import AImageError, NotFoundError, describe_each
 from clowder_aimage.generation.request import LoraUse
 from clowder_aimage.http.api_error import ApiError
@@ -26,15 +26,8 @@ from clowder_aimage.layout.completeness import check_completeness
 from clowder_aimage.layout.gc import Collector
 from clowder_aimage.layout.index import is_same_name
 from clowder_aimage.layout.layout import index_name
-from clowder_aimage.layout.metadata import find_weight_type
-from clowder_aimage.layout.stored_aimage import read_aimage
-from clowder_aimage.model.text.language_model import COMPLETION, EMBEDDING, THINKING, TOOLS
-from clowder_aimage.model.text.text_facts import TextFacts, read_text_facts
 from clowder_aimage.oci import Descriptor, Digest, Reference
 
-# The largest integer of JavaScript; a larger number of parameters is not plausible
-_MOST = (1 << 53) - 1
-_UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K"))
 _log = logging.getLogger("aimage.worker")
 _T = TypeVar("_T")
 _V = TypeVar("_V")
@@ -98,23 +91,11 @@ def read_entry(store: ImageLayout, reference: Reference, descriptor: Descriptor)
     return ModelEntry(reference, descriptor, completeness.total, completeness.missing)
 
 
-def describe_model(
-    store: ImageLayout, reference: Reference
-) -> tuple[dict[str, Any], AImage | None, TextFacts | None]:
-    """Return the config of an AImage, itself, and the facts of a language model.
-
-    The config is empty if it is not an AImage or unreadable; the others are None if it is invalid.
-    """
-    properties: dict[str, Any] = {}
-    try:
-        stored = read_aimage(store, reference)
-        properties = dict(stored.aimage.properties)
-        stored.aimage.validate()
-    except AImageError:
-        return properties, None, None
-    is_text = classify_model(stored.aimage) in (TEXT, EMBEDDER)
-    facts = read_text_facts(store, stored.descriptor.digest, stored.aimage) if is_text else None
-    return properties, stored.aimage, facts
+def read_valid(store: ImageLayout, descriptor: Descriptor) -> AImage | None:
+    """Return the AImage with a manifest; None if it is unreadable or invalid."""
+    with contextlib.suppress(AImageError):
+        return read_model(store, descriptor).aimage
+    return None
 
 
 def read_stored_time(store: ImageLayout, descriptor: Descriptor) -> datetime:
@@ -173,34 +154,7 @@ def _collect(store: ImageLayout) -> None:
         _log.warning("garbage collection failed", extra={"reason": error.message})
 
 
-# -- in ollama's form (ollama, docs/api.md, "Show Model Information")
-
-
-class ModelDetails(TypedDict):
-    """The family, the size and the precision of a model."""
-
-    parent_model: str
-    format: str
-    family: str
-    families: list[str]
-    parameter_size: str
-    quantization_level: str
-
-
-def build_details(properties: Mapping[str, Any]) -> ModelDetails:
-    """Return the ``details`` of a model."""
-    family = str(properties.get("family") or properties.get("architecture") or "")
-    count = properties.get("parameters")
-    return {
-        "parent_model": "",
-        "format": str(properties.get("format") or "safetensors"),
-        "family": family,
-        "families": [family] if family else [],
-        "parameter_size": _format_count(count)
-        if type(count) is int and 0 <= count <= _MOST
-        else "",
-        "quantization_level": str(find_weight_type(properties) or "").upper(),
-    }
+# -- adapters in use
 
 
 class UsedLora(TypedDict):
@@ -223,24 +177,3 @@ def describe_use(loras: Sequence[LoraUse], warnings: Sequence[str] = ()) -> dict
         "warnings": [*warnings],
     }
     return {name: values for name, values in fields.items() if values}
-
-
-def _format_count(count: int) -> str:
-    for unit, letter in _UNITS:
-        if count >= unit:
-            return f"{count / unit:.1f}{letter}"
-    return str(count)
-
-
-def list_capabilities(aimage: AImage | None, facts: TextFacts | None) -> list[str]:
-    """Return ``image`` for an image model, and ollama's words for a language model.
-
-    Chat clients offer the models with ``completion``.
-    """
-    if facts is None:
-        return [PICTURES] if aimage is not None and classify_model(aimage) == PICTURES else []
-    return [
-        capability
-        for capability in (COMPLETION, EMBEDDING, TOOLS, THINKING)
-        if capability in facts.capabilities
-    ]

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
+from clowder_aimage.api.model_description import ModelDescriptions
 from clowder_aimage.content.file_system import sync_file
 from clowder_aimage.content.platform import ManifestSelector
 from clowder_aimage.engine.admission import NEVER
@@ -143,11 +144,13 @@ class Service:
     started: float = field(default_factory=time.time)
     adapters: AdapterFinder = field(init=False)
     jobs: JobQueue = field(init=False)
+    descriptions: ModelDescriptions = field(init=False)
 
     def __post_init__(self) -> None:
         directory = self.settings.lora_dir
         self.adapters = AdapterFinder(self.store, partial(find, self.store), directory)
         self.jobs = JobQueue(self.store.roots, self.events, lora_dir=directory)
+        self.descriptions = ModelDescriptions(self.store)
 
     def build_input_source(self, *, may_pull: bool) -> InputSource:
         """Return the reader of pictures that requests name by URL or artifact.

@@ -8,11 +8,9 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-from clowder_aimage.api.model_kind import classify_model
+from clowder_aimage.api.model_description import ModelDescriptions
 from clowder_aimage.api.model_list import list_entries
-from clowder_aimage.errors import AImageError
 from clowder_aimage.layout import ImageLayout
-from clowder_aimage.layout.stored_aimage import read_aimage
 
 
 @dataclass(slots=True)
@@ -20,9 +18,9 @@ class StoreView:
     """The models of one store: digests by name, and kinds by digest. Read in a thread."""
 
     store: ImageLayout
+    descriptions: ModelDescriptions
     models: dict[str, str] = field(default_factory=dict)
     kinds: dict[str, str] = field(default_factory=dict)
-    _cached_kinds: dict[str, str] = field(default_factory=dict)
     _fingerprint: Hashable = None
 
     def read(self) -> None:
@@ -37,15 +35,9 @@ class StoreView:
             is_whole &= not item.missing
             if item.missing:
                 continue
-            if digest not in self._cached_kinds:
-                try:
-                    self._cached_kinds[digest] = classify_model(
-                        read_aimage(self.store, item.reference).aimage
-                    )
-                except AImageError:
-                    self._cached_kinds[digest] = ""
+            description = self.descriptions.find(item.descriptor)
             models[str(item.reference)] = digest
-            kinds[digest] = self._cached_kinds[digest]
+            kinds[digest] = "" if description is None else description.kind
         self.models, self.kinds = models, kinds
         # Blobs arrive without a new name.
         self._fingerprint = fingerprint if is_whole else None

@@ -64,8 +64,9 @@ from clowder_aimage.layout.lock import (
     touch,
     translate_store_errors,
 )
-from clowder_aimage.layout.metadata import MetadataFiles, remember
+from clowder_aimage.layout.metadata import MetadataFiles
 from clowder_aimage.layout.repository_record import RepositoryRecords
+from clowder_aimage.layout.summary import remember
 from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference, mediatype, parse_document
 
 # The private directory of manifests that lost a name, with the time.

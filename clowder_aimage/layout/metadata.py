@@ -11,16 +11,14 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from clowder_aimage.content.atomic_file import open_atomic, sync_directory, write_all
 from clowder_aimage.content.file_system import read_again
 from clowder_aimage.content.open_directory import unlink
-from clowder_aimage.content.store import ContentStore
-from clowder_aimage.content.verified_reader import read_all
-from clowder_aimage.errors import AImageError, FormatError, StoreError
+from clowder_aimage.errors import FormatError
 from clowder_aimage.layout.lock import (
     PRIVATE,
     check_own,
@@ -29,13 +27,9 @@ from clowder_aimage.layout.lock import (
     share,
     translate_store_errors,
 )
-from clowder_aimage.oci import Descriptor, Manifest, mediatype, read_json
+from clowder_aimage.oci import read_json
 
 _MAX_SIZE = 1024 * 1024
-_LISTING = "listing"
-_UNKNOWN = {"size": None, "kind": "?", "family": None, "type": None, "created": None}
-# Characters of a value from a config
-_MAX_TEXT = 60
 
 
 class MetadataFiles:
@@ -124,70 +118,3 @@ def write_shared(
         final, mode=0o644, durable=durable, directory=directory, prepare=prepare
     ) as to:
         write_all(to.fileno(), data)
-
-
-def read_summary(root: Path, store: ContentStore, descriptor: Descriptor) -> dict[str, Any]:
-    """Return ``size`` (bytes of all blobs) and ``kind`` (a dialect, or ``index``) of a manifest.
-
-    ``family``, ``type`` (quantization or dtype) and ``created`` are those in its config. They are
-    None, and ``kind`` is ``?``, if the manifest is missing or malformed.
-    """
-    if descriptor.media_type in mediatype.INDEXES:
-        return _UNKNOWN | {"kind": "index"}
-    path = os.path.join(root, PRIVATE, _LISTING, descriptor.digest.encoded)
-    with contextlib.suppress(OSError, FormatError, StoreError):
-        check_own(root, _LISTING)
-        with open(open_regular(path), "rb", buffering=0) as file:
-            value = read_json(file.read(4096), "it")
-        if isinstance(value, dict) and value.keys() == _UNKNOWN.keys():
-            return value
-    try:
-        manifest = Manifest.parse(read_all(store.open(descriptor), descriptor))
-        return remember(root, store, descriptor, manifest)
-    except AImageError:
-        # A listing shows the other names.
-        return _UNKNOWN
-
-
-def remember(
-    root: Path, store: ContentStore, descriptor: Descriptor, manifest: Manifest
-) -> dict[str, Any]:
-    """Store the summary of a manifest, if possible. Raises FormatError: it is not an AImage."""
-    from clowder_aimage.dialect import detect
-    from clowder_aimage.layout.stored_aimage import interpret
-
-    size = sum(blob.size for blob in manifest.children)
-    value = _UNKNOWN | {"size": size, "kind": detect(manifest).name}
-    # The config may be missing or malformed.
-    with contextlib.suppress(AImageError, OSError):
-        properties = interpret(store, descriptor, manifest).aimage.properties
-        family = (
-            properties.get("family") or properties.get("architecture") or properties.get("format")
-        )
-        fields = {
-            "family": family,
-            "type": find_weight_type(properties),
-            "created": properties.get("created"),
-        }
-        value |= {key: _shorten(text) for key, text in fields.items()}
-    with contextlib.suppress(OSError, AImageError):
-        directory = make_directory(root, PRIVATE, _LISTING)
-        path = os.path.join(directory, descriptor.digest.encoded)
-        write_shared(path, json.dumps(value).encode(), durable=False)
-    return value
-
-
-def find_weight_type(properties: Mapping[str, Any]) -> object:
-    """Return the quantization of the weights in a config, else their dtype."""
-    if isinstance(name := properties.get("quantization"), str):
-        return name
-    components = properties.get("components")
-    for component in components.values() if isinstance(components, dict) else ():
-        quantization = component.get("quantization") if isinstance(component, dict) else None
-        if isinstance(quantization, dict) and isinstance(quantization.get("type"), str):
-            return quantization["type"]
-    return properties.get("dtype")
-
-
-def _shorten(text: object) -> str | None:
-    return " ".join(text.split())[:_MAX_TEXT] if isinstance(text, str) and text else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -12,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from clowder_aimage.layout import ImageLayout
-from clowder_aimage.oci import Manifest
+from clowder_aimage.layout import ImageLayout, summary
+from clowder_aimage.oci import Descriptor, Manifest, mediatype
 from tests.conftest import TINY
 from tests.content.artifact import put_artifact
 from tests.process import Aimage
@@ -169,3 +170,21 @@ def test_an_unreadable_config_leaves_the_other_columns(changed: Stocked) -> None
     row = changed("--json", "ls", "dated").value[0]
     assert (row["kind"], row["family"], row["created"]) == ("clowder", None, None)
     assert row["size"] > 1_000_000
+    # It may be repaired
+    assert not (changed.store / ".aimage" / "listing" / digest[7:]).exists()
+
+
+def test_a_manifest_that_is_not_readable_is_read_once(
+    changed: Stocked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = Path(changed.store)
+    raw = b'{"schemaVersion": 2, "layers": 5}'
+    (root / "blobs" / "sha256" / hashlib.sha256(raw).hexdigest()).write_bytes(raw)
+    index = json.loads((root / "index.json").read_bytes())
+    entry = {**index["manifests"][0], **Descriptor.of(mediatype.OCI_MANIFEST, raw).to_json()}
+    entry["annotations"] = {mediatype.REF_NAME: "bad:latest"}
+    index["manifests"].append(entry)
+    (root / "index.json").write_text(json.dumps(index))
+    assert [row["kind"] for row in changed("--json", "ls", "bad").value] == ["?"]
+    monkeypatch.setattr(summary, "read_all", lambda *_: pytest.fail("it was read again"))
+    assert [row["kind"] for row in changed("--json", "ls", "bad").value] == ["?"]

@@ -22,6 +22,7 @@ from clowder_aimage.adapter.writer import DIALECTS as DIALECT_NAMES
 from clowder_aimage.adapter.writer import convert_adapter
 from clowder_aimage.api import model_list
 from clowder_aimage.api.model_catalog import ModelCatalog
+from clowder_aimage.api.model_description import ModelDescriptions
 from clowder_aimage.api.ollama import generate as ollama_generate
 from clowder_aimage.api.ollama import routes as ollama_routes
 from clowder_aimage.api.ollama.text_body import OllamaChatBody, OllamaPromptBody
@@ -281,16 +282,17 @@ class Documents(Target):
             settings=settings,
             resolve_reference=Reference.parse,
             adapters=SimpleNamespace(list_files=list),
+            descriptions=ModelDescriptions(layout),
         )
         for each in model_list.list_entries(layout):
-            permitted(lambda one: json.dumps(ollama_routes._describe_entry(layout, one)), each)
-        permitted(lambda: json.dumps(_shown(layout, reference)))
+            permitted(lambda one: json.dumps(ollama_routes._describe_entry(service, one)), each)
+        permitted(lambda: json.dumps(_shown(service, reference)))
         permitted(lambda: json.dumps(ModelCatalog(service).list_all()))
 
 
-def _shown(layout: ImageLayout, reference: Reference) -> object:
-    item = model_list.find_entry(layout, reference)
-    return item and ollama_routes._describe_model(layout, item)
+def _shown(service: Any, reference: Reference) -> object:
+    item = model_list.find_entry(service.store, reference)
+    return item and ollama_routes._describe_model(service, item)
 
 
 def _content(data: bytes) -> dict[str, Any]:

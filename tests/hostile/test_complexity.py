@@ -587,6 +587,7 @@ COVERED = {
     "formats/prequantized.py": "a single number",
     **dict.fromkeys(
         (
+            "layout/description.py",
             "layout/metadata.py",
             "layout/repository_record.py",
             "registry/docker_config.py",
@@ -598,7 +599,7 @@ COVERED = {
     "model/dequantize.py": "weights, bounded by their layers",
     "model/picture.py": "Pillow reads it; the facts are those of picture_metadata",
     "model/tokenizer_backend.py": "bounded files, by read_json",
-    "pictures/input.py": "Pillow reads it, within limits of bytes and pixels",
+    "pictures/decode.py": "Pillow reads it, within limits of bytes and pixels",
 }
 DECODERS = {
     *("read_json", "parse_object", "read_yaml", "JSONDecoder"),

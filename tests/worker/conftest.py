@@ -227,9 +227,11 @@ class LocalWorker:
     def notice(self) -> None:
         """Wait until a gateway has heard what others changed in the store."""
         if self._gateway is not None:
+            from clowder_aimage.api.model_description import ModelDescriptions
             from clowder_aimage.fleet.store_view import StoreView
 
-            view, workers = StoreView(LayeredStore([self.store])), self._gateway._watch.workers
+            store, workers = LayeredStore([self.store]), self._gateway._watch.workers
+            view = StoreView(store, ModelDescriptions(store))
             view.read()
             until(lambda: [status.models for status in workers.list_statuses()] == [view.models])
 

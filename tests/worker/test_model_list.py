@@ -7,7 +7,7 @@ import logging
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -15,6 +15,7 @@ pytest.importorskip("aiohttp")
 
 from clowder_aimage.api import model_list
 from clowder_aimage.api.model_catalog import ModelCatalog
+from clowder_aimage.api.model_description import ModelDescriptions
 from clowder_aimage.api.ollama.routes import _describe_entry, _describe_model
 from clowder_aimage.content import build_bytes_body
 from clowder_aimage.dialect import DIALECTS, AImage
@@ -66,25 +67,32 @@ def layout(tmp_path: Path) -> ImageLayout:
     return made
 
 
+def build_service(layout: ImageLayout) -> Any:
+    return SimpleNamespace(
+        store=layout,
+        settings=SimpleNamespace(aliases={}),
+        adapters=AdapterFinder(layout, lambda _: pytest.fail("a file")),
+        descriptions=ModelDescriptions(layout),
+        resolve_reference=Reference.parse,
+    )
+
+
 def test_any_number_in_a_config_can_be_listed(
     layout: ImageLayout, caplog: pytest.LogCaptureFixture
 ) -> None:
-    items = model_list.list_entries(layout)
-    listed = model_list.describe_all(items, partial(_describe_entry, layout))
+    items, service = model_list.list_entries(layout), build_service(layout)
+    listed = model_list.describe_all(items, partial(_describe_entry, service))
     assert [one["name"] for one in listed] == sorted(f"{n}:latest" for n in (*CONFIGS, "good"))
     sizes = {one["name"]: one["details"]["parameter_size"] for one in listed}
     assert sizes["good:latest"] == "6.2B"
     assert {size for name, size in sizes.items() if "good" not in name} <= {""}
-    assert len(model_list.describe_all(items, partial(_describe_model, layout))) == len(items)
+    assert len(model_list.describe_all(items, partial(_describe_model, service))) == len(items)
     assert caplog.records == []
     json.dumps(listed, allow_nan=False)
 
 
 def test_the_catalog_leaves_out_what_is_not_valid(layout: ImageLayout) -> None:
-    adapters = AdapterFinder(layout, lambda _: pytest.fail("a file"))
-    settings = SimpleNamespace(aliases={})
-    service = SimpleNamespace(store=layout, settings=settings, adapters=adapters)
-    names = [model["id"] for model in ModelCatalog(cast(Any, service)).list_all()]
+    names = [model["id"] for model in ModelCatalog(build_service(layout)).list_all()]
     assert "good:latest" in names
     assert not any(name.startswith("parameters") for name in names)
 

@@ -7,7 +7,8 @@ from typing import Annotated, Any, NotRequired
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from clowder_aimage.api.model_list import ModelDetails, UsedLora
+from clowder_aimage.api.model_details import ModelDetails
+from clowder_aimage.api.model_list import UsedLora
 from clowder_aimage.api.name_field import Name, TagName
 from clowder_aimage.api.request_body import ModelBody, NamedBody, RequestBody, TransferBody
 from clowder_aimage.http.operation import OLLAMA, TRANSFERS, Answer, Operation

@@ -19,7 +19,10 @@ from aiohttp import web
 from clowder_aimage import __version__
 from clowder_aimage.api import model_list
 from clowder_aimage.api.answer_stream import NdjsonStream
-from clowder_aimage.api.model_list import build_details, describe_loras, list_capabilities
+from clowder_aimage.api.model_description import ModelDescriptions
+from clowder_aimage.api.model_details import build_details, list_capabilities
+from clowder_aimage.api.model_kind import EMBEDDER, TEXT, classify_model
+from clowder_aimage.api.model_list import describe_loras
 from clowder_aimage.api.ollama import operation
 from clowder_aimage.api.ollama.operation import CopyBody, LoadedModel, OllamaModel, ShownModel
 from clowder_aimage.api.request_body import ModelBody, NamedBody, TransferBody, read_body
@@ -32,6 +35,7 @@ from clowder_aimage.http.api_error import ApiError, convert_registry_error
 from clowder_aimage.http.local_request import Request
 from clowder_aimage.http.route import Route, serve, share
 from clowder_aimage.layout import ImageLayout
+from clowder_aimage.model.text.text_facts import read_text_facts
 from clowder_aimage.oci import Descriptor, Reference, mediatype
 
 # Expiry of a model that is never unloaded
@@ -70,39 +74,39 @@ async def _show_version(_: Request) -> web.StreamResponse:
 async def _list_models(service: Service, _: Request) -> web.StreamResponse:
     def list_complete() -> list[OllamaModel]:
         complete = [entry for entry in model_list.list_entries(service.store) if not entry.missing]
-        return model_list.describe_all(complete, partial(_describe_entry, service.store))
+        return model_list.describe_all(complete, partial(_describe_entry, service))
 
     return web.json_response({"models": await run_io(list_complete)})
 
 
-def _describe_entry(store: ImageLayout, item: model_list.ModelEntry) -> OllamaModel:
-    properties, aimage, facts = model_list.describe_model(store, item.reference)
+def _describe_entry(service: Service, item: model_list.ModelEntry) -> OllamaModel:
+    description = service.descriptions.find(item.descriptor)
     return {
         "name": str(item.reference),
         "model": str(item.reference),
         # ollama's digests have no algorithm
         "digest": item.descriptor.digest.encoded,
-        "modified_at": model_list.read_stored_time(store, item.descriptor).isoformat(),
+        "modified_at": model_list.read_stored_time(service.store, item.descriptor).isoformat(),
         "size": item.size,
-        "details": build_details(properties),
-        "capabilities": list_capabilities(aimage, facts),
+        "details": description.details if description else build_details({}),
+        "capabilities": list_capabilities(description.capabilities if description else ()),
     }
 
 
 async def _list_loaded(service: Service, _: Request) -> web.StreamResponse:
     slots = service.engine.list_loaded()
-    describe = partial(_describe_loaded, service.store)
+    describe = partial(_describe_loaded, service.descriptions)
     models = await run_io(lambda: model_list.describe_all(slots, describe))
     return web.json_response({"models": models})
 
 
-def _describe_loaded(store: ImageLayout, model: ModelSlot) -> LoadedModel:
+def _describe_loaded(descriptions: ModelDescriptions, model: ModelSlot) -> LoadedModel:
     size = model.runner.size if model.runner is not None else 0
     device = model.runner.device if model.runner is not None else ""
     until = model.until or datetime.now(UTC) + FOR_EVER
     # ollama's clients show the share of size_vram as that of the GPU
     is_gpu = "gpu" in device.lower() or "metal" in device.lower()
-    properties, _, _ = model_list.describe_model(store, model.reference)
+    facts = descriptions.find(model.stored.descriptor)
     context = model.runner.context if model.runner is not None else 0
     description: LoadedModel = {
         "name": str(model.reference),
@@ -111,7 +115,7 @@ def _describe_loaded(store: ImageLayout, model: ModelSlot) -> LoadedModel:
         "size": size,
         "size_vram": size if is_gpu else 0,
         "device": device,
-        "details": build_details(properties),
+        "details": facts.details if facts else build_details({}),
         "expires_at": until.isoformat(),
     }
     if context:
@@ -128,11 +132,15 @@ async def _show(service: Service, request: Request) -> web.StreamResponse:
     item = await run_io(model_list.find_entry, service.store, reference)
     if item is None:
         raise model_list.build_missing_error(reference)
-    return web.json_response(await run_io(_describe_model, service.store, item))
+    return web.json_response(await run_io(_describe_model, service, item))
 
 
-def _describe_model(store: ImageLayout, item: model_list.ModelEntry) -> ShownModel:
-    properties, aimage, text = model_list.describe_model(store, item.reference)
+def _describe_model(service: Service, item: model_list.ModelEntry) -> ShownModel:
+    store, description = service.store, service.descriptions.find(item.descriptor)
+    aimage = model_list.read_valid(store, item.descriptor) if description else None
+    is_text = aimage is not None and classify_model(aimage) in (TEXT, EMBEDDER)
+    text = read_text_facts(store, item.descriptor.digest, aimage) if aimage and is_text else None
+    properties = aimage.properties if aimage else {}
     defaults = stated if isinstance(stated := properties.get("defaults"), dict) else {}
     family = build_details(properties)["family"]
     facts: dict[str, Any] = {"general.architecture": family}
@@ -150,7 +158,7 @@ def _describe_model(store: ImageLayout, item: model_list.ModelEntry) -> ShownMod
         "template": text.template if text else "",
         "details": build_details(properties),
         "model_info": facts,
-        "capabilities": list_capabilities(aimage, text),
+        "capabilities": list_capabilities(description.capabilities if description else ()),
         "modified_at": model_list.read_stored_time(store, item.descriptor).isoformat(),
     }
 

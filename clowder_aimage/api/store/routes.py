@@ -12,6 +12,7 @@ from aiohttp import web
 
 from clowder_aimage.api import model_list
 from clowder_aimage.api.model_catalog import build_unknown_error
+from clowder_aimage.api.model_description import ModelDescription
 from clowder_aimage.api.model_kind import classify_model
 from clowder_aimage.api.request_body import read_query
 from clowder_aimage.api.service import Service
@@ -25,7 +26,6 @@ from clowder_aimage.http.api_error import ApiError, convert_registry_error
 from clowder_aimage.http.local_request import Request
 from clowder_aimage.http.route import ADMIN, Route, share
 from clowder_aimage.layout import ImageLayout
-from clowder_aimage.layout.metadata import find_weight_type
 from clowder_aimage.layout.stored_aimage import interpret, read_manifest
 from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference, mediatype
 from clowder_aimage.registry import Repository
@@ -60,7 +60,6 @@ class StoreReport:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._cached: tuple[Hashable, float, dict[str, Any]] = (None, 0.0, {})
-        self._facts: dict[Digest, dict[str, Any]] = {}
 
     async def answer(self, _: Request) -> web.StreamResponse:
         """Respond with all manifests that have a name, the disk and the memory."""
@@ -86,9 +85,8 @@ class StoreReport:
         report = measure_usage(store, store.roots)
         disk_report = measure_disk_usage(ImageLayout(store.root))
         entries = {descriptor.digest: descriptor for _, descriptor in store.iter_entries()}
-        self._facts = {digest: facts for digest, facts in self._facts.items() if digest in entries}
         named_shares = [share for share in report.shares if any(share.names)]
-        data = [self._describe_entry(store, share, entries[share.digest]) for share in named_shares]
+        data = [self._describe_entry(share, entries[share.digest]) for share in named_shares]
         disk = {
             "store": disk_report.size,
             "unneeded": disk_report.unneeded_size,
@@ -96,11 +94,7 @@ class StoreReport:
         }
         return {"data": data, "disk": disk}
 
-    def _describe_entry(
-        self, store: ImageLayout, share: NameUsage, descriptor: Descriptor
-    ) -> dict[str, Any]:
-        if descriptor.digest not in self._facts:
-            self._facts[descriptor.digest] = _read_metadata(store, descriptor)
+    def _describe_entry(self, share: NameUsage, descriptor: Descriptor) -> dict[str, Any]:
         return {
             "names": [name for name in share.names if name],
             "digest": str(share.digest),
@@ -108,7 +102,7 @@ class StoreReport:
             "unique": share.unique,
             "shared": share.shared,
             "missing": {"blobs": share.missing, "size": share.missing_size},
-            **self._facts[descriptor.digest],
+            **_collect_metadata(self._service.descriptions.find(descriptor)),
         }
 
     def _measure_memory(self) -> MemoryFacts:
@@ -124,21 +118,16 @@ class StoreReport:
         }
 
 
-def _read_metadata(store: ImageLayout, descriptor: Descriptor) -> dict[str, Any]:
+def _collect_metadata(description: ModelDescription | None) -> dict[str, Any]:
     """Return the metadata of an AImage; the kind is "other" without a readable config."""
-    try:
-        stored = interpret(store, descriptor, read_manifest(store, descriptor))
-        stored.aimage.validate()
-    except AImageError:
+    if description is None:
         return {"kind": "other", "family": None, "precision": None, "defaults": {}, "subject": None}
-    properties, subject = stored.aimage.properties, stored.aimage.subject
-    family = properties.get("family") or properties.get("architecture") or properties.get("format")
     return {
-        "kind": classify_model(stored.aimage),
-        "family": family if isinstance(family, str) else None,
-        "precision": properties.get("variant") or find_weight_type(properties),
-        "defaults": properties.get("defaults", {}),
-        "subject": None if subject is None else str(subject.digest),
+        "kind": description.kind,
+        "family": description.family,
+        "precision": description.precision,
+        "defaults": description.stated,
+        "subject": description.subject,
     }
 
 

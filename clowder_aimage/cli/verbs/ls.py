@@ -31,7 +31,7 @@ from clowder_aimage.cli.console.output import (
 )
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.completeness import is_partial
-from clowder_aimage.layout.metadata import read_summary
+from clowder_aimage.layout.summary import read_summary
 
 _FILTERED = ("reference", "family", "type", "kind", "partial")
 _TITLES = ("NAME", "FAMILY", "TYPE", "SIZE", "CREATED", "DIGEST")

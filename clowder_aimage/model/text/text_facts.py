@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from dataclasses import dataclass
 from functools import partial
@@ -9,7 +10,7 @@ from functools import partial
 from clowder_aimage.content.verified_reader import read_all
 from clowder_aimage.dialect import AImage
 from clowder_aimage.document.strict_json import ParseCache
-from clowder_aimage.errors import AImageError
+from clowder_aimage.errors import AImageError, is_passing
 from clowder_aimage.formats.gguf_header import find_value
 from clowder_aimage.formats.transformers import POOLING
 from clowder_aimage.layout import ImageLayout
@@ -29,11 +30,15 @@ _EMBEDDERS = re.compile(r"bert|embed|t5encoder|(?<!LMHead)Model$|ForMaskedLM$")
 
 @dataclass(frozen=True, slots=True)
 class TextFacts:
-    """The capabilities of a language model, its context in tokens if known, and its template."""
+    """The capabilities of a language model, its context in tokens if known, and its template.
+
+    ``is_final`` is false while files that decide them are missing.
+    """
 
     capabilities: tuple[str, ...]
     context: int | None
     template: str
+    is_final: bool = True
 
 
 _CACHE = ParseCache()
@@ -55,9 +60,9 @@ def read_text_facts(store: ImageLayout, manifest: Digest, aimage: AImage) -> Tex
         size = sum(len(layer.name) for layer in aimage.layers)
         read = partial(_read_facts, store, aimage, context)
         return _CACHE.get((store.root, manifest), size, read)
-    except (AImageError, OSError):
+    except (AImageError, OSError) as error:
         kind = EMBEDDING if is_embedder(aimage) else COMPLETION
-        return TextFacts((kind,), context, "")
+        return TextFacts((kind,), context, "", is_final=not is_passing(error))
 
 
 def _read_facts(store: ImageLayout, aimage: AImage, context: int | None) -> TextFacts:
@@ -74,7 +79,12 @@ def _read_facts(store: ImageLayout, aimage: AImage, context: int | None) -> Text
     capabilities += [EMBEDDING] if aimage.find(POOLING) else []
     capabilities += [TOOLS] if _TOOLS.search(template) else []
     capabilities += [THINKING] if _THINKING.search(template) else []
-    return TextFacts(tuple(capabilities), context, template)
+    return TextFacts(tuple(capabilities), context, template, is_final=_can_render())
+
+
+def _can_render() -> bool:
+    """Return True if templates can be read; the package may be installed later."""
+    return importlib.util.find_spec("jinja2") is not None
 
 
 def _read_gguf_head(store: ImageLayout, aimage: AImage) -> bytes:

@@ -1,0 +1,91 @@
+"""Summaries of manifests for listings, which are kept in the store."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from clowder_aimage.content.store import ContentStore
+from clowder_aimage.content.verified_reader import read_all
+from clowder_aimage.errors import AImageError, is_passing
+from clowder_aimage.layout.description import LISTING, keep_description, read_description
+from clowder_aimage.oci import Descriptor, Manifest, mediatype
+
+_UNKNOWN = {"size": None, "kind": "?", "family": None, "type": None, "created": None}
+# Characters of a value from a config
+_MAX_TEXT = 60
+
+
+def read_summary(root: Path, store: ContentStore, descriptor: Descriptor) -> dict[str, Any]:
+    """Return ``size`` (bytes of all blobs) and ``kind`` (a dialect, or ``index``) of a manifest.
+
+    ``family``, ``type`` (quantization or dtype) and ``created`` are those in its config. They are
+    None, and ``kind`` is ``?``, if the manifest is missing or malformed.
+    """
+    if descriptor.media_type in mediatype.INDEXES:
+        return _UNKNOWN | {"kind": "index"}
+    value = read_description(root, LISTING, descriptor.digest)
+    if value is not None and _is_summary(value):
+        return value
+    try:
+        manifest = Manifest.parse(read_all(store.open(descriptor), descriptor))
+        return remember(root, store, descriptor, manifest)
+    except AImageError as error:
+        if not is_passing(error):
+            keep_description(root, LISTING, descriptor.digest, _UNKNOWN)
+    return _UNKNOWN
+
+
+def _is_summary(value: dict[str, Any]) -> bool:
+    texts = [text for key, text in value.items() if key != "size" and text is not None]
+    size = value.get("size")
+    return (
+        value.keys() == _UNKNOWN.keys()
+        and (size is None or (type(size) is int and size >= 0))
+        and value["kind"] is not None
+        and all(isinstance(text, str) and text == _shorten(text) for text in texts)
+    )
+
+
+def remember(
+    root: Path, store: ContentStore, descriptor: Descriptor, manifest: Manifest
+) -> dict[str, Any]:
+    """Keep the summary of a manifest, if possible. Raises FormatError: it is not an AImage."""
+    from clowder_aimage.dialect import detect
+    from clowder_aimage.layout.stored_aimage import interpret
+
+    size = sum(blob.size for blob in manifest.children)
+    value, is_final = _UNKNOWN | {"size": size, "kind": detect(manifest).name}, True
+    try:
+        properties = interpret(store, descriptor, manifest).aimage.properties
+        family = (
+            properties.get("family") or properties.get("architecture") or properties.get("format")
+        )
+        fields = {
+            "family": family,
+            "type": find_weight_type(properties),
+            "created": properties.get("created"),
+        }
+        value |= {key: _shorten(text) for key, text in fields.items()}
+    except (AImageError, OSError) as error:
+        is_final = not is_passing(error)
+    if is_final:
+        keep_description(root, LISTING, descriptor.digest, value)
+    return value
+
+
+def find_weight_type(properties: Mapping[str, Any]) -> object:
+    """Return the quantization of the weights in a config, else their dtype."""
+    if isinstance(name := properties.get("quantization"), str):
+        return name
+    components = properties.get("components")
+    for component in components.values() if isinstance(components, dict) else ():
+        quantization = component.get("quantization") if isinstance(component, dict) else None
+        if isinstance(quantization, dict) and isinstance(quantization.get("type"), str):
+            return quantization["type"]
+    return properties.get("dtype")
+
+
+def _shorten(text: object) -> str | None:
+    return " ".join(text.split())[:_MAX_TEXT] if isinstance(text, str) and text else None
