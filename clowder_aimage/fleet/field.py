@@ -38,8 +38,13 @@ def _check_reference(text: str) -> str:
     return text
 
 
+def is_line(text: str) -> bool:
+    """Return True for a short text without characters that control a terminal or a direction."""
+    return len(text) <= 1024 and text.isprintable()
+
+
 def _check_line(text: str) -> str:
-    if not text.isprintable():
+    if not is_line(text):
         raise ValueError("it has control characters")
     return text
 
@@ -47,7 +52,6 @@ def _check_line(text: str) -> str:
 Id = Annotated[str, Field(pattern=rf"^{_ID.pattern}$")]
 DigestText = Annotated[str, Field(pattern=rf"^(?:{PATTERN})$")]
 ReferenceText = Annotated[str, Field(max_length=1024), AfterValidator(_check_reference)]
-# A short text without control characters or characters that change the direction of others.
 Line = Annotated[str, Field(max_length=256), AfterValidator(_check_line)]
 Count = Annotated[int, Field(ge=0, le=_MAX_COUNT)]
 

@@ -236,6 +236,24 @@ def test_an_answer_of_a_worker_that_is_not_valid_is_left_out(play: Play) -> None
 
 
 @pytest.mark.integration
+def test_an_entry_of_a_list_whose_name_controls_a_terminal_is_left_out(play: Play) -> None:
+    names = ("tiny", "\u202eevil", "a\x1b[2J", "two\nlines", "é" * 1025)
+
+    async def answer(link: FleetLink, message: Msg) -> None:
+        entries = [{"id": name, "object": "model", "created": 0, "owned_by": ""} for name in names]
+        body = json.dumps({"object": "list", "data": entries}).encode()
+        await link.publish(message.reply, body, {ANSWER: json.dumps({**OK, "size": len(body)})})
+
+    async def scene(fleet: FleetRun) -> None:
+        async with fleet.gateway() as url, rogue(fleet, answer):
+            await fleet.know(url, 1)
+            async with fleet.session.get(f"{url}/v1/models") as got:
+                assert [entry["id"] for entry in (await got.json())["data"]] == ["tiny"]
+
+    play(scene)
+
+
+@pytest.mark.integration
 def test_no_head_of_an_answer_makes_an_internal_error(play: Play) -> None:
     valid = {"status": 200, "headers": JSON, "size": 2}
     heads = [raw.decode(errors="replace") for _, raw in list_hostile_messages(valid)]

@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
+from clowder_aimage.cli.verbs.fleet import format_status
 from clowder_aimage.errors import FormatError
 from clowder_aimage.fleet.field import is_id
 from clowder_aimage.fleet.gateway.continuation import NDJSON, SSE, Continuation
+from clowder_aimage.fleet.gateway.status import FleetFacts
 from clowder_aimage.fleet.job.job import FleetJob
 from clowder_aimage.fleet.name import make_worker_name
 from clowder_aimage.fleet.worker_registry import MAX_MODELS, WorkerRegistry, WorkerStatus
@@ -95,6 +97,17 @@ def test_a_status_that_is_refused_is_left_out_counted_and_logged_once(
     assert "zz" not in {entry.worker for entry in workers.list_rejected()}
     now[0] = 60.0
     assert workers.list_rejected() == []
+
+
+def test_the_status_of_a_fleet_shows_workers_that_are_left_out() -> None:
+    workers = WorkerRegistry()
+    workers.read("\u202ezz", change())
+    workers.read("a", change(id="a", models="\x1b[2J" + HTML))
+    facts = FleetFacts("f", [], workers.list_rejected(), [], 0, 0, 1, 0)
+    lines = format_status(asdict(facts))
+    assert any("a " in line and "models" in line for line in lines)
+    assert any("\\u202ezz" in line for line in lines)
+    assert all(line.isprintable() for line in lines)
 
 
 def test_a_registry_has_a_bounded_number_of_workers(monkeypatch: pytest.MonkeyPatch) -> None:

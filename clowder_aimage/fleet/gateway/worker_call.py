@@ -25,7 +25,7 @@ from clowder_aimage.api.answer_stream import NdjsonStream
 from clowder_aimage.api.request_body import read_object
 from clowder_aimage.engine.executor import run_io
 from clowder_aimage.errors import FormatError, UsageError
-from clowder_aimage.fleet.field import STRICT, Count, DigestText, Line, read_fields
+from clowder_aimage.fleet.field import STRICT, Count, DigestText, Line, is_line, read_fields
 from clowder_aimage.fleet.gateway import operation
 from clowder_aimage.fleet.gateway.continuation import NDJSON
 from clowder_aimage.fleet.gateway.worker_response import (
@@ -296,6 +296,7 @@ class WorkerCalls:
     ) -> web.StreamResponse:
         """Respond with the entries of all workers, each once, in the order of the first.
 
+        Entries whose names have control characters are left out.
         If all workers refuse the request, the response is the first refusal.
         """
         entries: dict[str, dict[str, Any]] = {}
@@ -306,7 +307,8 @@ class WorkerCalls:
         for answer in answers:
             value = read_json(answer.body, "a list") if answer.status == 200 else {}
             for entry in value.get(field, ()):
-                entries.setdefault(str(entry.get(key)), entry)
+                if is_line(name := str(entry.get(key))):
+                    entries.setdefault(name, entry)
         return web.json_response({**envelope, field: list(entries.values())})
 
     async def _answer_first(self, question: Operation, request: web.Request) -> web.StreamResponse:
