@@ -1,21 +1,21 @@
 """Frames: the parts of a response, as a worker stores them for gateways.
 
-The frames of a job are the messages of one subject, in a stream that keeps them for a time: a
-gateway reads them as they are published, and again from the stream if it missed some. Each attempt
-to serve a job numbers its frames from 0. All frames but HEAD and DATA are marks: they are stored in
-a second subject first, each only after the mark that its writer knows as the last one. So the marks
-of a job are a chain: of two simultaneous attempts only one begins, an attempt ends only if none
-began after it, and nothing follows the last mark. The other frames of a superseded attempt are
-ignored, at any position in the stream.
+The frames of a job are in streams that keep them for a time: a gateway reads them as they are
+published, and again from the streams if it missed some. Each attempt to serve a job numbers its
+frames from 0. All frames but HEAD and DATA are marks, which have a separate stream
+(``job/mark.py``). The subject of a frame has the name of its worker, which the permissions of NATS
+fix.
 
-BEGIN   an attempt begins; the data are random, and tell it from others with its number
+BEGIN   an attempt begins; the data are random, and tell it from others with its number. The proof
+        is a signature by the ticket of the job
 HEAD    status and headers of the response, as JSON
 DATA    bytes of the body
 END     the response is complete; the last mark of a job
 RELEASED the attempt ended without fault, such as at a shutdown, and another one follows
 FAILED  the attempt failed, and another one may follow
 DEAD    the job was given up; the data are the reason, as JSON. The last mark of a job
-ADMITTED a gateway accepted the job of an idempotency key; the data are the digest of its request
+ADMITTED a gateway accepted the job of an idempotency key; the data are the digest of its request,
+         and the public key of its ticket
 """
 
 from __future__ import annotations
@@ -29,24 +29,31 @@ from clowder_aimage.fleet.field import escape_text, is_id
 
 BEGIN, HEAD, DATA, END = "begin", "head", "data", "end"
 RELEASED, FAILED, DEAD, ADMITTED = "released", "failed", "dead", "admitted"
-_ENDS = (RELEASED, FAILED, DEAD)
+# No mark follows.
+LAST = (END, DEAD)
+# Marks that end an attempt.
+ENDS = (*LAST, RELEASED, FAILED)
 # The kinds of frames that may follow in an attempt.
 FOLLOWING = {
-    BEGIN: (HEAD, *_ENDS),
-    HEAD: (DATA, END, *_ENDS),
-    DATA: (DATA, END, *_ENDS),
+    BEGIN: (HEAD, DEAD, RELEASED, FAILED),
+    HEAD: (DATA, *ENDS),
+    DATA: (DATA, *ENDS),
     RELEASED: (),
     FAILED: (),
 }
 _KINDS = {*FOLLOWING, END, DEAD, ADMITTED}
-# No mark follows.
-LAST = (END, DEAD)
 # Bytes of a frame at most; NATS allows 1 MiB for a message.
 CHUNK = 256 * 1024
 # Workers whose attempts at a job failed.
 _MAX_PAST = 100
 _NUMBERS = re.compile("([0-9]{1,9}) ([0-9]{1,9})")
-_KIND, _PLACE, _WORKER, _PAST = "Aimage-Frame", "Aimage-Place", "Aimage-Worker", "Aimage-Past"
+_KIND, _PLACE, _PAST, _PROOF = "Aimage-Frame", "Aimage-Place", "Aimage-Past", "Aimage-Proof"
+
+
+def parse_worker(subject: str) -> str:
+    """Return the worker in the subject of a frame, or an empty text."""
+    parts = subject.split(".")
+    return parts[2] if len(parts) == 4 else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,26 +69,33 @@ class Frame:
     data: bytes = b""
     worker: str = ""
     past: tuple[str, ...] = ()
+    proof: str = ""
 
     @property
     def headers(self) -> dict[str, str]:
         """Return the headers of the message."""
-        fields = {_KIND: self.kind, _PLACE: f"{self.attempt} {self.number}", _WORKER: self.worker}
-        return {**fields, _PAST: ",".join(self.past)} if self.past else fields
+        fields = {_KIND: self.kind, _PLACE: f"{self.attempt} {self.number}"}
+        optional = {_PAST: ",".join(self.past), _PROOF: self.proof}
+        return fields | {name: text for name, text in optional.items() if text}
+
+    def is_of(self, begin: Frame) -> bool:
+        """Return True if this frame is of the attempt of a BEGIN."""
+        return (self.worker, self.attempt) == (begin.worker, begin.attempt)
 
     @classmethod
-    def parse(cls, headers: Mapping[str, str] | None, data: bytes | None) -> Frame:
-        """Return the frame in a message. Raises FormatError."""
+    def parse(cls, subject: str, headers: Mapping[str, str] | None, data: bytes | None) -> Frame:
+        """Return the frame in a message of a subject. Raises FormatError."""
         fields = headers or {}
-        kind, worker = fields.get(_KIND, ""), fields.get(_WORKER, "")
+        kind, worker = fields.get(_KIND, ""), parse_worker(subject)
         numbers = _NUMBERS.fullmatch(fields.get(_PLACE, ""))
         past = tuple(filter(None, fields.get(_PAST, "").split(",")))
-        is_valid = kind in _KINDS and all(map(is_id, filter(None, (worker, *past))))
+        is_valid = kind in _KINDS and all(map(is_id, (worker, *past)))
         if numbers is None or not is_valid or len(past) > _MAX_PAST:
             raise FormatError(
                 f"it has a frame that cannot be read, of the kind {escape_text(kind)!r}"
             )
-        return cls(kind, int(numbers[1]), int(numbers[2]), data or b"", worker, past)
+        attempt, number = int(numbers[1]), int(numbers[2])
+        return cls(kind, attempt, number, data or b"", worker, past, fields.get(_PROOF, ""))
 
 
 @dataclass(frozen=True, slots=True)

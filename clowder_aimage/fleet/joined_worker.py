@@ -9,13 +9,12 @@ import logging
 import random
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
 from nats.aio.msg import Msg
-from nats.js.api import AckPolicy, ConsumerConfig
 from nats.js.errors import Error as JetStreamError
 from nats.js.errors import NotFoundError
 
@@ -23,31 +22,37 @@ from clowder_aimage import __version__
 from clowder_aimage.api.service import Service
 from clowder_aimage.engine.admission import NEVER
 from clowder_aimage.engine.executor import run_io
-from clowder_aimage.errors import AImageError, FormatError, UsageError
-from clowder_aimage.fleet.field import is_id
-from clowder_aimage.fleet.frame import DEAD, LAST, Attempt
+from clowder_aimage.errors import AImageError, FormatError, UsageError, VerificationError
+from clowder_aimage.fleet.frame import DEAD, Attempt
 from clowder_aimage.fleet.job import choice as job_choice
 from clowder_aimage.fleet.job.choice import JobChoice, Key
+from clowder_aimage.fleet.job.envelope import JOB, TICKET, JobEnvelope
+from clowder_aimage.fleet.job.job import FleetJob
 from clowder_aimage.fleet.job.log import JobLog
+from clowder_aimage.fleet.job.mark import JobTicket, MarkChain
 from clowder_aimage.fleet.job.request import answer_call
 from clowder_aimage.fleet.job.run import (
-    ACK_WAIT,
     DONE,
     GIVEN_BACK,
     GIVEN_UP,
     LATER,
     JobRun,
     extend_deadline,
-    read_job,
 )
-from clowder_aimage.fleet.link import LOST, MESSAGE_ID, FleetLink, LastFrameError
+from clowder_aimage.fleet.key import GATEWAY, OPERATOR
+from clowder_aimage.fleet.link import LOST, FleetLink
 from clowder_aimage.fleet.placement import Placement, SlotCounter
+from clowder_aimage.fleet.signature import SignedMessage
 from clowder_aimage.fleet.store_view import StoreView
-from clowder_aimage.fleet.worker_registry import MAX_MODELS, WorkerStatus, WorkerWatch
+from clowder_aimage.fleet.worker_registry import (
+    MAX_MODELS,
+    WorkerStatus,
+    WorkerWatch,
+    parse_order,
+)
 from clowder_aimage.http.background import run_in_background
 from clowder_aimage.http.local_call import LocalCalls
 from clowder_aimage.http.route import Role
-from clowder_aimage.oci import read_json
 
 # Seconds between two reports of a worker that has not changed.
 REPORT = 3.0
@@ -55,11 +60,11 @@ REPORT = 3.0
 LOOK = 0.25
 # Seconds between two looks for jobs whose announcement reached no worker.
 SWEEP = 1.0
+# Seconds between two refusals of messages that are logged, for each subject.
+REFUSALS = 60.0
 # Workers that try to read a job before it is given up.
 READERS = 3
 REMEMBERED = 1000  # cancelled jobs
-# Seconds after which a queue without jobs loses its consumer.
-IDLE = 3600.0
 # Greater than the number of any message.
 _ALL = 1 << 62
 _NEXT = json.dumps({"batch": 1, "no_wait": True}).encode()
@@ -98,8 +103,8 @@ class JoinedWorker(Role):
         # a job may be cancelled while its message is on the way here
         self._cancelled: deque[str] = deque(maxlen=REMEMBERED)
         self._tasks: set[asyncio.Task[None]] = set()
-        # The time of the last request to each.
-        self._consumers: dict[Key, float] = {}
+        # The time of the last refusal that was logged, by subject.
+        self._refused: dict[str, float] = {}
         self._swept = self._reported = 0.0
         self._last_published: object = None
         self._started_at = time.monotonic()
@@ -226,9 +231,6 @@ class JoinedWorker(Role):
         names = self._link.names
         consumer = names.build_consumer_name(*key)
         try:
-            if (timestamp := time.monotonic()) - self._consumers.get(key, -IDLE) > IDLE / 2:
-                await self._link.streams.add_consumer(names.jobs, self._build_consumer_config(key))
-            self._consumers[key] = timestamp
             subject = f"$JS.API.CONSUMER.MSG.NEXT.{names.jobs}.{consumer}"
             message = await self._link.client.request(
                 subject,
@@ -238,30 +240,18 @@ class JoinedWorker(Role):
                 # A new inbox for each request: the answer has the subject of the job.
             )
         except (*LOST, JetStreamError):
-            # The consumer may have been removed: NATS does not answer then.
-            self._consumers.pop(key, None)
+            # A gateway makes the consumer again if it was removed: NATS does not answer then.
             return None
         status = (message.headers or {}).get("Status")
         return message if status is None else None
-
-    def _build_consumer_config(self, key: Key) -> ConsumerConfig:
-        names = self._link.names
-        return ConsumerConfig(
-            durable_name=names.build_consumer_name(*key),
-            filter_subject=names.build_job_subject(*key),
-            ack_policy=AckPolicy.EXPLICIT,
-            ack_wait=ACK_WAIT,
-            max_deliver=-1,
-            max_ack_pending=65536,
-            inactive_threshold=IDLE,
-        )
 
     async def _serve(self, message: Msg, key: Key) -> None:
         start, digest = time.monotonic(), f"sha256:{key[1]}"
         try:
             workers = self._watch.workers
+            envelope = JobEnvelope.verify(self._link, message)
             async with extend_deadline(message):
-                job = await read_job(self._link, message)
+                job = await self._read_job(envelope, key)
             run = JobRun(
                 self._link,
                 self._calls,
@@ -270,6 +260,7 @@ class JoinedWorker(Role):
                 workers,
                 message,
                 job,
+                envelope.ticket,
             )
             self._runs[job.id] = run
             run.is_cancelled = job.id in self._cancelled
@@ -283,6 +274,11 @@ class JoinedWorker(Role):
             self.failed += outcome == GIVEN_UP
             if outcome == GIVEN_BACK and workers.on_disk_elsewhere(digest, self._identity.id):
                 self._choice.leave(key, time.monotonic())
+        except VerificationError as error:
+            # It is not a job. Another worker may know the key set better; the last one removes it.
+            _log.error("a job was refused", extra={"reason": error.message})
+            with contextlib.suppress(*LOST):
+                await self._return_unreadable(message)
         except FormatError as error:
             with contextlib.suppress(*LOST):
                 await self._refuse(message, error)
@@ -295,30 +291,42 @@ class JoinedWorker(Role):
             self._placement.demand.record_end(digest, start)
             self._wake.set()
 
+    async def _read_job(self, envelope: JobEnvelope, key: Key) -> FleetJob:
+        """Return the job of a queue. Raises FormatError, VerificationError, LOST."""
+        job = await envelope.read(self._link)
+        if (job.priority, job.digest) != (key[0], f"sha256:{key[1]}"):
+            raise VerificationError("the job is not that of its subject")
+        if job.timeout is None:
+            return job
+        return replace(job, timeout=max(0.0, envelope.signed_at + job.timeout - self._link.now()))
+
+    async def _return_unreadable(self, message: Msg) -> bool:
+        """Give a message to other workers; the last of READERS removes it. Return True then."""
+        if (message.metadata.num_delivered or 0) < READERS:
+            await message.nak(delay=LATER)
+            return False
+        await message.term()
+        return True
+
     async def _refuse(self, message: Msg, error: FormatError) -> None:
         """Give an unreadable job to other workers: they may be newer; the last one ends it."""
         _log.error("a job cannot be read", extra={"reason": error.message})
-        if (message.metadata.num_delivered or 0) < READERS:
-            await message.nak(delay=LATER)
-            return
-        link, job = self._link, (message.headers or {}).get(MESSAGE_ID, "")
-        try:
-            if not is_id(job):
-                raise FormatError("it has no id")
-            mark, after = await link.read_last(link.names.build_mark_subject(job))
-        except FormatError:
-            await message.term()
-            return
-        if mark is None or mark.kind not in LAST:
-            log = JobLog(link, job, self._identity.id, Attempt.following(mark))
+        if (message.metadata.num_delivered or 0) >= READERS:
+            with contextlib.suppress(AImageError):
+                await self._end_unreadable(message, error)
+        await self._return_unreadable(message)
+
+    async def _end_unreadable(self, message: Msg, error: FormatError) -> None:
+        """End a job that no worker can read. Raises AImageError, LOST."""
+        headers, link = message.headers or {}, self._link
+        job, ticket = headers.get(JOB, ""), JobTicket.parse(headers.get(TICKET, ""))
+        marks = await link.read_marks(job)
+        chain = MarkChain(job, {ticket.public}).add_all(frame for _, frame in marks)
+        if not chain.is_over:
+            log = JobLog(link, job, self._identity.id, Attempt.following(chain.last), ticket)
             text = f"the job was given up, as no worker can read it: {error.message}"
-            try:
-                await log.begin(after)
-                await log.end(DEAD, {"status": 500, "code": "job_given_up", "message": text})
-            except LastFrameError:
-                # Another worker can read it.
-                return
-        await message.term()
+            await log.begin()
+            await log.end(DEAD, {"status": 500, "code": "job_given_up", "message": text})
 
     async def _sweep(self) -> None:
         """Look for jobs whose announcement reached no worker."""
@@ -341,11 +349,39 @@ class JoinedWorker(Role):
     # -- messages of the fleet
 
     def _listen(self) -> None:
-        names, listen = self._link.names, self._link.listen
-        listen(names.announcements, self._on_announcement)
-        listen(names.build_cancel_subject("*"), self._on_cancel)
-        listen(names.build_call_subject(self._identity.id), self._on_call)
-        listen(names.build_control_subject(self._identity.id), self._on_order)
+        names, worker = self._link.names, self._identity.id
+        self._listen_to(names.announcements, GATEWAY, self._on_announcement)
+        self._listen_to(names.build_cancel_subject("*"), GATEWAY, self._on_cancel)
+        self._listen_to(names.build_call_subject(worker), GATEWAY, self._on_call)
+        self._listen_to(names.build_control_subject(worker), OPERATOR, self._on_order)
+
+    def _listen_to(
+        self, subject: str, role: str, callback: Callable[[Msg], Awaitable[None]]
+    ) -> None:
+        """Call back with the messages of a subject that a role of the fleet has signed."""
+
+        async def verify(message: Msg) -> None:
+            try:
+                # A message of another subject may be sent to a subscription by JetStream.
+                if not message.subject.startswith(subject.removesuffix("*")):
+                    raise VerificationError("it is a message of another subject")
+                signed = SignedMessage(message.subject, message.headers or {}, message.data)
+                self._link.verifier.check_once(signed, role)
+            except VerificationError as error:
+                self._log_refusal(subject, error)
+            else:
+                await callback(message)
+
+        self._link.listen(subject, verify)
+
+    def _log_refusal(self, subject: str, error: VerificationError) -> None:
+        """Log that a message was refused; those of a subject that follow are not logged."""
+        timestamp = time.monotonic()
+        if timestamp - self._refused.get(subject, -REFUSALS) >= REFUSALS:
+            self._refused[subject] = timestamp
+            _log.warning(
+                "a message was refused", extra={"subject": subject, "reason": error.message}
+            )
 
     async def _on_announcement(self, message: Msg) -> None:
         subject, _, number = message.data.decode("ascii", "replace").partition(" ")
@@ -361,10 +397,7 @@ class JoinedWorker(Role):
 
     async def _on_call(self, message: Msg) -> None:
         """Serve a request that is for this worker alone."""
-        self._begin(self._answer(message))
-
-    async def _answer(self, message: Msg) -> None:
-        await answer_call(self._link, self._calls, message, self._renew)
+        self._begin(answer_call(self._link, self._calls, message, self._renew))
 
     async def _renew(self) -> bytes:
         """Report after a change of the store, and return the status. Raises AImageError."""
@@ -375,8 +408,7 @@ class JoinedWorker(Role):
     async def _on_order(self, message: Msg) -> None:
         """Follow an operator's order to take or refuse jobs; answer with the status."""
         with contextlib.suppress(FormatError):
-            order = read_json(message.data, "an order")
-            self.takes_jobs = order.get("order") != "drain" if isinstance(order, Mapping) else True
+            self.takes_jobs = parse_order(message.data)
             _log.info("takes jobs" if self.takes_jobs else "takes no more jobs")
             self._wake.set()
         await self._publish_status()

@@ -13,6 +13,7 @@ import logging
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,23 @@ from nats.errors import Error as NatsError
 from nats.js import JetStreamContext, api
 from nats.js.errors import APIError, NotFoundError, ServiceUnavailableError
 
-from clowder_aimage.errors import AImageError, NetworkError, UnauthorizedError, UsageError
+from clowder_aimage.errors import (
+    AImageError,
+    FormatError,
+    NetworkError,
+    UnauthorizedError,
+    UsageError,
+    VerificationError,
+)
 from clowder_aimage.fleet.frame import Frame
-from clowder_aimage.fleet.name import FleetNames
+from clowder_aimage.fleet.key import FleetKey, KeySet
+from clowder_aimage.fleet.name import KEY_SET, FleetNames
+from clowder_aimage.fleet.server_clock import ServerClock
+from clowder_aimage.fleet.signature import MessageSigner, MessageVerifier
 from clowder_aimage.fleet.stream import FleetShape, describe_differences
 from clowder_aimage.http.api_error import ApiError
 from clowder_aimage.http.background import end_tasks
+from clowder_aimage.oci import read_json
 
 # The first version of the server with direct reads of streams.
 MIN_VERSION = (2, 9)
@@ -70,10 +82,14 @@ class FleetAccess:
     ``creds`` is a file of NATS credentials (a JWT and a seed), ``nkey`` one with a seed alone.
     ``ca_file`` has the certificates that are trusted, ``certificate`` and its key those of this
     program.
+
+    ``root`` is the public root key of the fleet, ``signer`` the key by which this program signs.
     """
 
     servers: tuple[str, ...]
     names: FleetNames = field(default_factory=FleetNames)
+    root: str = ""
+    signer: FleetKey | None = None
     creds: Path | None = None
     nkey: Path | None = None
     ca_file: Path | None = None
@@ -120,8 +136,8 @@ def _check_creds(path: Path) -> None:
         raise UsageError(f"{path} is not a file of NATS credentials") from None
 
 
-class LastFrameError(AImageError):
-    """Another mark of a job was stored in the meantime."""
+class NotFirstError(AImageError):
+    """A subject has a message already."""
 
 
 class FullStoreError(AImageError):
@@ -147,13 +163,19 @@ class FleetLink:
     """The connection to one fleet.
 
     ``kind`` is GATEWAY, WORKER or OPERATOR: each has separate subjects for replies, so that
-    permissions can tell them apart. ``name`` is shown by the server. ``on_ready`` are called each
-    time the fleet becomes usable.
+    permissions can tell them apart, also those of workers by ``name``. ``on_ready`` are called each
+    time the fleet becomes usable. ``verifier`` has the key set of the fleet, as it is now.
     """
 
     def __init__(self, access: FleetAccess, kind: str, name: str = "") -> None:
         self.names, self._access = access.names, access
         self._kind, self._name = kind, f"aimage-{kind}-{name}"
+        self._inbox = f"_INBOX_{kind}_{name}" if kind == WORKER else f"_INBOX_{kind}"
+        self._clock = ServerClock()
+        self.verifier = MessageVerifier(self.names.fleet, self._clock.now)
+        self._signer: MessageSigner | None = None
+        if access.signer is not None:
+            self._signer = MessageSigner(self.names.fleet, access.signer, self._clock.now)
         self._options = access.build_options()
         self._client = Client()
         self._js = JetStreamContext(self._client)
@@ -275,7 +297,7 @@ class FleetLink:
             **self._options,
             name=self._name,
             # Permissions of the server tell the kinds apart by their inboxes.
-            inbox_prefix=f"_INBOX_{self._kind}",
+            inbox_prefix=self._inbox,
             # For ever: workers and gateways outlive a server.
             max_reconnect_attempts=-1,
             reconnect_time_wait=0.25,  # type: ignore[arg-type]
@@ -293,7 +315,9 @@ class FleetLink:
     async def _verify(self) -> None:
         try:
             self._check_server()
-            await check_streams(self._js, self.names, is_gateway=self._kind == GATEWAY)
+            await check_streams(self._js, self.names, is_worker=self._kind == WORKER)
+            await self._read_clock()
+            self._take_key_set(await self._read_key_set())
         except AImageError as error:
             if self._reason is None or self._reason.message != error.message:
                 _log.warning("cannot use the fleet", extra={"reason": error.message})
@@ -311,6 +335,46 @@ class FleetLink:
         _log.info("connected to the fleet", extra={"fleet": self.names.fleet})
         for callback in self.on_ready:
             callback()
+
+    async def _read_clock(self) -> None:
+        """Compare the clock of this machine with the server's. Raises APIError, TimeoutError."""
+        subject = f"$JS.API.STREAM.INFO.KV_{self.names.workers}"
+        message = await self._client.request(subject, timeout=2.0)
+        state = read_json(message.data, "the state of a stream").get("state") or {}
+        # Reports of workers expire: there is none that is older.
+        if state.get("messages"):
+            self._clock.observe(_parse_time(state["last_ts"]))
+
+    async def _read_key_set(self) -> bytes:
+        """Return the key set of the fleet. Raises UsageError, APIError, TimeoutError."""
+        bucket = self.names.keys
+        subject = f"$KV.{bucket}.{KEY_SET}"
+        try:
+            message = await self._js.get_msg(f"KV_{bucket}", subject=subject, direct=True)
+        except NotFoundError:
+            text = f"the fleet {self.names.fleet!r} has no key set"
+            raise UsageError(text, remedy="fleet_init", fleet=self.names.fleet) from None
+        return message.data or b""
+
+    def _take_key_set(self, raw: bytes) -> None:
+        """Use a key set. Raises ContentError: it is not usable, or lacks the key of this program.
+
+        An older one is not used: a removed key stays removed.
+        """
+        root, signer = self._access.root, self._access.signer
+        if not root and self._kind == OPERATOR:
+            # It may still read the status of the fleet.
+            return
+        key_set = KeySet.decode(raw, root, self.names.fleet)
+        current = self.verifier.key_set
+        if current is not None and key_set.version < current.version:
+            message = f"the key set of the fleet has version {key_set.version}"
+            raise VerificationError(f"{message}, which is older than {current.version}")
+        self.verifier.key_set = key_set
+        if signer is not None and key_set.find(signer.public, self._kind) is None:
+            message = f"the key set of the fleet does not have the key of this {self._kind}"
+            hint = f"add it: aimage fleet key add NAME --role {self._kind} --public {signer.public}"
+            raise UsageError(message, hint=hint)
 
     def _check_server(self) -> None:
         """Raise UsageError if the server is too old, or accepts only short messages."""
@@ -377,6 +441,17 @@ class FleetLink:
         """The client of JetStream."""
         return self._js
 
+    def now(self) -> float:
+        """Return the time of the NATS server in seconds of the epoch."""
+        return self._clock.now()
+
+    def sign(
+        self, subject: str, data: bytes, headers: Mapping[str, str] | None = None
+    ) -> dict[str, str]:
+        """Return the headers of a message with the signature of this program."""
+        assert self._signer is not None  # noqa: S101 - workers do not sign
+        return self._signer.sign(subject, data, headers or {})
+
     async def publish(
         self, subject: str, data: bytes = b"", headers: dict[str, str] | None = None
     ) -> None:
@@ -390,8 +465,8 @@ class FleetLink:
         data: bytes,
         headers: Mapping[str, str] | None = None,
         *,
-        after: int | None = None,
         patience: float = PATIENCE,
+        is_first: bool = False,
     ) -> int:
         """Publish a message into its stream, and return its number there.
 
@@ -399,13 +474,13 @@ class FleetLink:
         repetition by the id in ``headers``.
 
         Raises:
-            LastFrameError: The last message of the subject has not the number ``after``. It may be
-                this one: it may be stored though its acknowledgement was lost.
+            NotFirstError: The message should be the first of its subject, and is not. It may be
+                that one: it may be stored though its acknowledgement was lost.
             FullStoreError: The stream has no room.
             NetworkError: The server did not acknowledge it in ``patience`` seconds.
             ApiError: The fleet cannot be used until its configuration changes.
         """
-        expected = {} if after is None else {_EXPECTED: str(after)}
+        expected = {_EXPECTED: "0"} if is_first else {}
         retryer = tenacity.AsyncRetrying(
             retry=tenacity.retry_if_exception_type(LOST),
             wait=tenacity.wait_fixed(PAUSE),
@@ -439,16 +514,19 @@ class FleetLink:
             failed.set_exception(error)
             return failed
 
-    async def read_last(self, subject: str) -> tuple[Frame | None, int]:
-        """Return the last frame of a subject and its number in the stream, or None and 0.
+    async def read_marks(self, job: str, after: int = 0) -> list[tuple[int, Frame]]:
+        """Return the marks of a job after a number of the stream, with their numbers.
 
         Raises NatsError, TimeoutError, FormatError.
         """
-        try:
-            message = await self._js.get_msg(self.names.logs, subject=subject)
-        except NotFoundError:
-            return None, 0
-        return Frame.parse(message.headers, message.data), message.seq or 0
+        subject = self.names.build_mark_subject("*", job)
+        marks = []
+        async for number, message in self.read_messages(subject, after, self.names.marks):
+            # What cannot be read does not count.
+            with contextlib.suppress(FormatError):
+                frame = Frame.parse(message.subject, message.headers, message.data)
+                marks.append((number, frame))
+        return marks
 
     async def read_messages(
         self, subject: str, after: int, stream: str = ""
@@ -460,7 +538,12 @@ class FleetLink:
         while True:
             try:
                 message = await self._js.get_msg(
-                    stream or self.names.logs, seq=after + 1, subject=subject, next=True
+                    stream or self.names.logs,
+                    seq=after + 1,
+                    subject=subject,
+                    next=True,
+                    # The form that the permissions of workers allow.
+                    direct=self._kind == WORKER,
                 )
             except NotFoundError:
                 return
@@ -482,19 +565,29 @@ def _is_early(error: BaseException) -> bool:
 
 def _convert_error(error: APIError) -> AImageError:
     if error.err_code == _WRONG_LAST:
-        return LastFrameError("another mark of the job was stored")
+        return NotFirstError("the subject has a message already")
     if error.err_code in FULL:
         return FullStoreError("the fleet's store on NATS is full")
     return NetworkError(f"NATS refused a message: {error.description or error}")
 
 
+def _parse_time(text: str) -> float:
+    """Return the seconds of a time of NATS, which has nanoseconds."""
+    seconds, _, fraction = text.removesuffix("Z").partition(".")
+    return datetime.fromisoformat(f"{seconds}+00:00").timestamp() + float(f"0.{fraction or 0}")
+
+
 async def check_streams(
-    js: JetStreamContext, names: FleetNames, *, is_gateway: bool = False
+    js: JetStreamContext, names: FleetNames, *, is_worker: bool = False
 ) -> None:
-    """Raise UsageError unless the streams of a fleet exist and are configured correctly."""
+    """Raise UsageError unless the streams of a fleet exist and are configured correctly.
+
+    A worker may not ask for those that only gateways use.
+    """
     advice = {"remedy": "fleet_init", "fleet": names.fleet}
-    gateway_streams = (names.files, f"KV_{names.batches}") if is_gateway else ()
-    for name in (names.jobs, names.logs, names.dead, f"KV_{names.workers}", *gateway_streams):
+    buckets = f"KV_{names.workers}", f"KV_{names.keys}"
+    others = () if is_worker else (names.bodies, names.files, f"KV_{names.batches}")
+    for name in (names.jobs, names.logs, names.marks, names.dead, *buckets, *others):
         try:
             stream = await js.stream_info(name)
         except NotFoundError:

@@ -17,6 +17,10 @@ DEFAULT_FLEET = "aimage"
 _MAX_WORKER = 64
 # The digest of a job becomes part of names of consumers.
 _ENCODED = re.compile("[0-9a-f]{64}|[0-9a-f]{128}")
+# In the place of a worker in the subjects of marks. No worker has this name.
+GATEWAYS = "gateway"
+# The key of the key set in its bucket
+KEY_SET = "keys"
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,32}")
 
 
@@ -37,8 +41,18 @@ class FleetNames:
 
     @property
     def logs(self) -> str:
-        """The stream of the responses to jobs, and of large bodies."""
+        """The stream of the responses to jobs."""
         return f"{self.fleet}-logs"
+
+    @property
+    def marks(self) -> str:
+        """The stream of the marks that begin and end the attempts at jobs."""
+        return f"{self.fleet}-marks"
+
+    @property
+    def bodies(self) -> str:
+        """The stream of the large bodies of jobs."""
+        return f"{self.fleet}-bodies"
 
     @property
     def dead(self) -> str:
@@ -49,6 +63,11 @@ class FleetNames:
     def workers(self) -> str:
         """The key-value bucket of workers."""
         return f"{self.fleet}-workers"
+
+    @property
+    def keys(self) -> str:
+        """The key-value bucket of the signed key set."""
+        return f"{self.fleet}-keys"
 
     @property
     def files(self) -> str:
@@ -69,25 +88,32 @@ class FleetNames:
         """Return the subject of jobs for a manifest; ``digest`` is its hexadecimal part."""
         return f"{self.fleet}.job.{priority}.{digest}.{caller}"
 
-    def build_log_subject(self, job: str) -> str:
-        """Return the subject of the frames of a job."""
-        return f"{self.fleet}.log.{job}"
+    def build_log_subject(self, worker: str, job: str) -> str:
+        """Return the subject of the frames of a worker for a job; ``*`` is any worker."""
+        return f"{self.fleet}.log.{worker}.{job}"
 
-    def build_mark_subject(self, job: str) -> str:
-        """Return the subject of the frames that begin and end the attempts at a job."""
-        return f"{self.fleet}.mark.{job}"
+    def build_mark_subject(self, writer: str, job: str) -> str:
+        """Return the subject of the marks of a worker, or of gateways, for a job.
 
-    def build_body_subject(self, job: str) -> str:
-        """Return the subject of the chunks of a job's body."""
-        return f"{self.fleet}.body.{job}"
+        ``*`` is any writer, GATEWAYS are the gateways.
+        """
+        return f"{self.fleet}.mark.{writer}.{job}"
+
+    def is_mark(self, subject: str) -> bool:
+        """Return True if a subject is that of a mark."""
+        return subject.startswith(f"{self.fleet}.mark.")
+
+    def build_body_subject(self, upload: str, chunk: int | str) -> str:
+        """Return the subject of a chunk of a large body."""
+        return f"{self.fleet}.body.{upload}.{chunk}"
 
     def build_file_subject(self, chunk: str) -> str:
         """Return the subject of a chunk of a file."""
         return f"{self.fleet}.file.{chunk}"
 
-    def build_dead_letter_subject(self, job: str) -> str:
-        """Return the subject of the entry for a job that was given up."""
-        return f"{self.fleet}.dead.{job}"
+    def build_dead_letter_subject(self, worker: str, job: str) -> str:
+        """Return the subject of the entry of a worker for a job that was given up."""
+        return f"{self.fleet}.dead.{worker}.{job}"
 
     def build_cancel_subject(self, job: str) -> str:
         """Return the subject of the cancellation of a job."""

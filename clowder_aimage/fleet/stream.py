@@ -14,6 +14,8 @@ from clowder_aimage.fleet.name import FleetNames
 STATUS_TTL = 15.0
 # Seconds in which a frame that is published twice is one frame.
 REPEATED = 120.0
+# Bytes of the stream of marks at least.
+MIN_MARKS = 16 << 20
 _HOUR, _DAY = 3600.0, 86400.0
 
 
@@ -24,6 +26,7 @@ class FleetShape:
     replicas: int = 1
     keep: float = 3600.0
     max_bytes: int = 8 << 30
+    keep_jobs: float = _DAY
     keep_dead: float = 7 * _DAY
     # Somewhat longer than their records.
     keep_files: float = 32 * _DAY
@@ -50,22 +53,39 @@ class FleetShape:
             f"{fleet}.job.>",
             retention=api.RetentionPolicy.WORK_QUEUE,
             max_bytes=self.max_bytes // 4,
+            max_age=self.keep_jobs,
             # Jobs with an idempotency key are repeated within this time.
             duplicate_window=min(_HOUR, self.keep),
         )
         logs = stream(
             names.logs,
-            f"{fleet}.log.*",
-            f"{fleet}.mark.*",
-            f"{fleet}.body.*",
+            f"{fleet}.log.*.*",
             retention=api.RetentionPolicy.LIMITS,
             max_bytes=self.max_bytes,
             max_age=self.keep,
             duplicate_window=min(REPEATED, self.keep),
         )
+        # Apart from responses and bodies, which may fill their streams: a job can always end.
+        marks = stream(
+            names.marks,
+            f"{fleet}.mark.*.*",
+            retention=api.RetentionPolicy.LIMITS,
+            max_bytes=max(self.max_bytes // 16, MIN_MARKS),
+            max_age=self.keep,
+            duplicate_window=min(REPEATED, self.keep),
+            allow_direct=True,
+        )
+        bodies = stream(
+            names.bodies,
+            f"{fleet}.body.*.*",
+            retention=api.RetentionPolicy.LIMITS,
+            max_bytes=self.max_bytes // 4,
+            max_age=self.keep_jobs,
+            allow_direct=True,
+        )
         dead = stream(
             names.dead,
-            f"{fleet}.dead.*",
+            f"{fleet}.dead.*.*",
             retention=api.RetentionPolicy.LIMITS,
             max_bytes=64 << 20,
             max_age=self.keep_dead,
@@ -77,7 +97,7 @@ class FleetShape:
             max_bytes=self.max_bytes // 4,
             max_age=self.keep_files,
         )
-        return [jobs, logs, dead, files]
+        return [jobs, bodies, logs, marks, dead, files]
 
     async def make(self, js: JetStreamContext, names: FleetNames) -> list[str]:
         """Make or change the streams; return the names of those that were made."""
@@ -91,7 +111,8 @@ class FleetShape:
                 created.append(config.name)
             else:
                 await js.update_stream(config)
-        for bucket, ttl in (names.workers, STATUS_TTL), (names.batches, None):
+        buckets = (names.workers, STATUS_TTL), (names.keys, None), (names.batches, None)
+        for bucket, ttl in buckets:
             try:
                 await js.key_value(bucket)
             except NotFoundError:
@@ -101,12 +122,15 @@ class FleetShape:
                     ttl=ttl,
                     storage=api.StorageType.FILE,
                     replicas=self.replicas,
+                    # Workers may read no other way.
+                    direct=True,
                 )
                 created.append(bucket)
             else:
                 config = (await js.stream_info(f"KV_{bucket}")).config
-                if config.num_replicas != self.replicas:
-                    await js.update_stream(config.evolve(num_replicas=self.replicas))
+                expected = config.evolve(num_replicas=self.replicas, allow_direct=True)
+                if config != expected:
+                    await js.update_stream(expected)
         return created
 
 
@@ -115,6 +139,8 @@ def describe_differences(names: FleetNames, config: api.StreamConfig) -> str:
     expected = {stream.name: stream for stream in FleetShape().build_streams(names)}.get(
         config.name
     )
+    if config.allow_direct is False and config.name in (names.marks, names.bodies):
+        return "it cannot be read directly"
     if expected is None:  # a bucket
         is_wrong = config.name == f"KV_{names.workers}" and not config.max_age
         return "entries do not expire" if is_wrong else ""

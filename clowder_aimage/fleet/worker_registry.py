@@ -17,7 +17,7 @@ import tenacity
 from nats.aio.msg import Msg
 from nats.errors import NoRespondersError
 from nats.js.errors import Error as JetStreamError
-from nats.js.errors import KeyNotFoundError, NoKeysError
+from nats.js.errors import NotFoundError as StreamEntryNotFoundError
 from pydantic import Field, TypeAdapter
 
 from clowder_aimage.api.service import parse_model
@@ -35,7 +35,7 @@ from clowder_aimage.fleet.field import (
 )
 from clowder_aimage.fleet.link import LOST, FleetLink
 from clowder_aimage.fleet.stream import STATUS_TTL
-from clowder_aimage.oci import Reference
+from clowder_aimage.oci import Reference, read_json
 from clowder_aimage.oci.reference import DEFAULT_TAG
 
 # Models in a status, and workers in a registry.
@@ -177,6 +177,10 @@ class WorkerRegistry:
         oldest = self._clock() - STATUS_TTL
         return {key: entry for key, entry in entries.items() if entry[1] >= oldest}
 
+    def has(self, worker: str) -> bool:
+        """Return True if a worker is there."""
+        return any(status.id == worker for status in self.list_statuses())
+
     def list_others(self, worker: str) -> list[WorkerStatus]:
         """Return the statuses of the other workers that take jobs."""
         return [
@@ -301,7 +305,7 @@ class WorkerWatch:
 
     async def _take(self, message: Msg) -> None:
         worker = message.subject.removeprefix(self._subject)
-        if (message.headers or {}).get("KV-Operation") in ("DEL", "PURGE"):
+        if _is_removal(message.headers):
             self.workers.remove(worker)
             return
         self.workers.read(worker, message.data)
@@ -315,13 +319,38 @@ async def read_workers(link: FleetLink) -> WorkerRegistry:
 
 
 async def _read_bucket(link: FleetLink, workers: WorkerRegistry) -> None:
-    bucket = await link.streams.key_value(link.names.workers)
-    with contextlib.suppress(NoKeysError):
-        for key in await bucket.keys():
-            with contextlib.suppress(KeyNotFoundError):
-                # A long key would end the connection: it is a part of the subject of the request.
-                raw = (await bucket.get(key)).value if is_id(key) else None
-                workers.read(key, raw or b"")
+    bucket = link.names.workers
+    stream, prefix = f"KV_{bucket}", f"$KV.{bucket}."
+    info = await link.streams.stream_info(stream, subjects_filter=f"{prefix}*")
+    for subject in info.state.subjects or {}:
+        worker, raw = subject.removeprefix(prefix), b""
+        # A long key would end the connection: it is a part of the subject of the request.
+        if is_id(worker):
+            try:
+                message = await link.streams.get_msg(stream, subject=subject, direct=True)
+            except StreamEntryNotFoundError:
+                continue
+            if _is_removal(message.headers):
+                continue
+            raw = message.data or b""
+        workers.read(worker, raw)
+
+
+def _is_removal(headers: Mapping[str, str] | None) -> bool:
+    return (headers or {}).get("KV-Operation") in ("DEL", "PURGE")
+
+
+# Orders of operators: whether the worker takes jobs.
+_ORDERS = {"drain": False, "resume": True}
+
+
+def parse_order(raw: bytes) -> bool:
+    """Return True for the order to take jobs, False for that to take none. Raises FormatError."""
+    document = read_json(raw, "an order")
+    order = document.get("order") if isinstance(document, Mapping) else None
+    if order not in _ORDERS:
+        raise FormatError("the order is unknown")
+    return _ORDERS[order]
 
 
 async def give_order(link: FleetLink, worker: str, order: str) -> dict[str, Any]:
@@ -332,9 +361,10 @@ async def give_order(link: FleetLink, worker: str, order: str) -> dict[str, Any]
     data = json.dumps({"order": order}).encode()
     if not is_id(worker):
         raise NotFoundError(f"no worker {escape_text(worker)!r} is in the fleet")
+    subject = link.names.build_control_subject(worker)
     try:
         message = await link.client.request(
-            link.names.build_control_subject(worker), data, timeout=5.0
+            subject, data, timeout=5.0, headers=link.sign(subject, data)
         )
     except NoRespondersError:
         raise NotFoundError(f"no worker {worker!r} is in the fleet") from None

@@ -20,8 +20,9 @@ from clowder_aimage.engine.settings import Settings
 from clowder_aimage.fleet.gateway.metric import GatewayMetrics
 from clowder_aimage.fleet.gateway.role import GatewayRole
 from clowder_aimage.fleet.joined_worker import JoinedWorker, WorkerIdentity
+from clowder_aimage.fleet.key import ROOT, SIGNER, FleetKey, KeySet, SignerKey
 from clowder_aimage.fleet.link import GATEWAY, OPERATOR, WORKER, FleetAccess, FleetLink
-from clowder_aimage.fleet.name import FleetNames
+from clowder_aimage.fleet.name import KEY_SET, FleetNames
 from clowder_aimage.fleet.stream import FleetShape
 from clowder_aimage.http.app import build_app
 from clowder_aimage.http.listening_socket import listen
@@ -120,21 +121,42 @@ class FleetRun:
     tenant: str = ""  # before the names of its users
     creds: Path | None = None
     session: aiohttp.ClientSession = field(init=False)
+    root: FleetKey = field(default_factory=lambda: FleetKey.generate(ROOT))
+    signers: dict[str, FleetKey] = field(
+        default_factory=lambda: {kind: FleetKey.generate(SIGNER) for kind in (GATEWAY, OPERATOR)}
+    )
+
+    def key_set(self, version: int = 1) -> KeySet:
+        """Return the key set of the gateways and the operator of this fleet."""
+        gateway, operator = (self.signers[kind].public for kind in (GATEWAY, OPERATOR))
+        keys = SignerKey("g", "gateway", gateway), SignerKey("o", "operator", operator)
+        return KeySet(self.name, version, keys)
 
     def access_of(self, kind: str) -> FleetAccess:
         """Return the access of a gateway, a worker or an operator."""
         user = f"{self.tenant}{kind}:{self.passwords[kind]}@" if self.passwords else ""
         urls = (self.url or self.nats.url).replace("nats://", f"nats://{user}")
-        return FleetAccess(tuple(urls.split(",")), FleetNames(self.name), creds=self.creds)
+        return FleetAccess(
+            tuple(urls.split(",")),
+            FleetNames(self.name),
+            root=self.root.public,
+            signer=self.signers.get(kind),
+            creds=self.creds,
+        )
 
     def operator(self) -> FleetLink:
         return FleetLink(self.access_of(OPERATOR), OPERATOR)
+
+    def gateway_link(self) -> FleetLink:
+        return FleetLink(self.access_of(GATEWAY), GATEWAY)
 
     async def make(self, **shape: Any) -> None:
         link = FleetLink(self.access_of(OPERATOR), OPERATOR)
         async with link.open():
             wanted = {"max_bytes": 64 << 20, "replicas": self.replicas} | shape
             await link.make(FleetShape(**wanted), 30)
+            bucket = await link.streams.key_value(link.names.keys)
+            await bucket.put(KEY_SET, self.key_set().encode(self.root))
 
     @contextlib.asynccontextmanager
     async def gateway(

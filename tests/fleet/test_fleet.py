@@ -14,25 +14,27 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
-from nats.aio.msg import Msg
 
 from clowder_aimage.api.answer_stream import NdjsonStream
 from clowder_aimage.errors import AImageError
 from clowder_aimage.fleet import joined_worker
 from clowder_aimage.fleet import link as fleet_link
-from clowder_aimage.fleet.frame import BEGIN, END, Frame
 from clowder_aimage.fleet.gateway import gateway, response_relay
 from clowder_aimage.fleet.gateway.continuation import NDJSON, SSE
+from clowder_aimage.fleet.gateway.job_queue import JobQueue, QueuedJob
 from clowder_aimage.fleet.job import choice as job_choice
 from clowder_aimage.fleet.job import reader as job_reader
 from clowder_aimage.fleet.job import run as job_run
+from clowder_aimage.fleet.job.envelope import JOB, TICKET, JobEnvelope
 from clowder_aimage.fleet.job.job import FleetJob
-from clowder_aimage.fleet.link import GATEWAY, MESSAGE_ID, OPERATOR, WORKER, FleetLink
+from clowder_aimage.fleet.job.mark import JobTicket
+from clowder_aimage.fleet.link import GATEWAY, OPERATOR, WORKER, FleetLink
 from clowder_aimage.fleet.name import BATCH
 from clowder_aimage.fleet.worker_registry import give_order
 from clowder_aimage.http.local_request import Request
 from clowder_aimage.http.response_writer import ResponseWriter
 from clowder_aimage.http.route import ADMIN, Role, Route, SharedRoute
+from tests.fleet.attempt import begin, build_begin
 from tests.fleet.fleet_run import (
     PICTURES,
     FleetRun,
@@ -253,12 +255,14 @@ def test_a_job_that_is_cancelled_on_its_way_to_a_worker_is_not_served(
         role = ScriptedRole(prompt_as_picture)
         is_delivered, is_removed = asyncio.Event(), asyncio.Event()
 
-        async def read_late(link: FleetLink, message: Msg) -> FleetJob:
+        read = JobEnvelope.read
+
+        async def read_late(envelope: JobEnvelope, link: FleetLink) -> FleetJob:
             is_delivered.set()
             await is_removed.wait()
-            return await job_run.read_job(link, message)
+            return await read(envelope, link)
 
-        monkeypatch.setattr(joined_worker, "read_job", read_late)
+        monkeypatch.setattr(JobEnvelope, "read", read_late)
         async with fleet.gateway() as url, fleet.worker("w1", role) as worker:
             await fleet.know(url, 1)
             asked = asyncio.create_task(fleet.ask(url, "a cat"))
@@ -416,7 +420,7 @@ def test_a_worker_that_vanished_too_often_is_named(play: Play) -> None:
         async with fleet.gateway() as url, fleet.worker("w1", role):
             await fleet.know(url, 1)
             # As if the workers of four attempts had been killed in the middle
-            link = fleet.operator()
+            link = fleet.gateway_link()
             async with link.open():
                 await link.wait_until_ready(PATIENCE)
                 key = {"headers": {"Idempotency-Key": "killed"}}
@@ -425,36 +429,37 @@ def test_a_worker_that_vanished_too_often_is_named(play: Play) -> None:
                 streams, names = link.streams, link.names
                 info = await streams.stream_info(names.logs, subjects_filter=">")
                 job = next(iter(info.state.subjects or {})).rpartition(".")[2]
-                await streams.purge_stream(names.logs)
-                past = ("w2", "w3", "w4")
-                frame = Frame(BEGIN, 4, 0, b"", "w5", past)
-                await link.store(names.build_mark_subject(job), b"", frame.headers)
-                await streams.purge_stream(names.dead)
+                operator = fleet.operator()
+                async with operator.open():
+                    await operator.wait_until_ready(PATIENCE)
+                    for stream in names.logs, names.marks, names.dead:
+                        await operator.streams.purge_stream(stream)
+                ticket = JobTicket.generate()
+                frame = build_begin(job, "w5", ticket, 4, ("w2", "w3", "w4"))
+                await link.store(names.build_mark_subject("w5", job), frame.data, frame.headers)
                 role.served.clear()
-                found = await _published_again(link, job, fleet, url)
+                found = await _published_again(link, job, ticket, fleet, url)
                 assert "w2, w3, w4, w5" in found and not role.served
 
     play(scene)
 
 
-async def _published_again(link: FleetLink, job: str, fleet: FleetRun, url: str) -> str:
+async def _published_again(
+    link: FleetLink, job: str, ticket: JobTicket, fleet: FleetRun, url: str
+) -> str:
     """Publish a job with the log of ``job``; return the reason why it was given up."""
     from clowder_aimage.fleet.job.job import FleetJob
 
-    names = link.names
     digest = next(iter((await fleet.status(url))["workers"]))["models"]["tiny:latest"]
     body = {"model": "tiny", "prompt": "x", "seed": 1}
     again = FleetJob(job, PICTURES, "infer", "me", "tiny", "tiny:latest", digest, fields=body)
-    subject = names.build_job_subject("interactive", digest.partition(":")[2], "me")
-    await link.store(subject, again.encode())
-    await link.publish(names.announcements, subject.encode())
+    await JobQueue(link, lambda _: True).put(QueuedJob(again, ticket, publications=1))
 
     async def is_dead() -> bool:
         return (await fleet.status(url))["given_up"] == 1
 
     await until_async(is_dead)
-    last, _ = await link.read_last(names.build_mark_subject(job))
-    assert last is not None
+    _, last = (await link.read_marks(job))[-1]
     return str(json.loads(last.data)["message"])
 
 
@@ -769,16 +774,17 @@ def test_the_shipped_configuration_allows_what_a_fleet_does(
 
 def test_a_finished_job_that_the_server_left_on_the_queue_is_removed(play: Play) -> None:
     async def scene(fleet: FleetRun) -> None:
-        link = fleet.operator()
+        link = fleet.gateway_link()
         async with link.open(), fleet.gateway() as url:
             await link.wait_until_ready(PATIENCE)
             running = "ab" * 32
-            for name, digest, kind in (("done", "cd" * 32, END), ("running", running, BEGIN)):
+            for name, digest in (("done", "cd" * 32), ("running", running)):
                 subject = link.names.build_job_subject(BATCH, digest, "me")
-                await link.store(subject, b"x", {MESSAGE_ID: name})
-                await link.store(
-                    link.names.build_mark_subject(name), b"", Frame(kind, 1, 1).headers
-                )
+                ticket = JobTicket.generate()
+                await link.store(subject, b"x", {JOB: name, TICKET: ticket.key.seed})
+                log = await begin(link, name, "w", ticket)
+                if name == "done":
+                    await log.end()
 
             async def is_removed() -> bool:
                 queue = (await fleet.status(url))["queue"]

@@ -7,6 +7,7 @@ import contextlib
 import json
 from collections import Counter
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,16 @@ from nats.js.errors import NotFoundError as NoMessageError
 from clowder_aimage.engine.admission import NEVER, BusyError
 from clowder_aimage.errors import FormatError, NotFoundError, UsageError
 from clowder_aimage.fleet import link as fleet_link
-from clowder_aimage.fleet.frame import BEGIN, DATA, END, HEAD, RELEASED, Attempt, Frame
+from clowder_aimage.fleet.frame import (
+    ADMITTED,
+    DATA,
+    END,
+    FAILED,
+    HEAD,
+    RELEASED,
+    Attempt,
+    Frame,
+)
 from clowder_aimage.fleet.gateway.continuation import NDJSON, SSE, Continuation, is_stream
 from clowder_aimage.fleet.gateway.fair_queue import FairQueue
 from clowder_aimage.fleet.gateway.gateway import MIN_WINDOW, JobGateway
@@ -34,15 +44,17 @@ from clowder_aimage.fleet.job.choice import (
     claim_delay_stored,
 )
 from clowder_aimage.fleet.job.job import FleetJob
+from clowder_aimage.fleet.job.mark import Admission, JobTicket, MarkChain
 from clowder_aimage.fleet.job.reader import FrameOrder
 from clowder_aimage.fleet.job.run import CANCELLED, DONE, JobRun
 from clowder_aimage.fleet.link import GATEWAY, FleetAccess, FleetLink
-from clowder_aimage.fleet.name import BATCH, INTERACTIVE, FleetNames
+from clowder_aimage.fleet.name import BATCH, GATEWAYS, INTERACTIVE, FleetNames
 from clowder_aimage.fleet.placement import DemandStats, Placement, SlotCounter
 from clowder_aimage.fleet.stream import FleetShape
 from clowder_aimage.fleet.worker_registry import WorkerRegistry, WorkerStatus
 from clowder_aimage.http import background
 from clowder_aimage.http.api_error import ApiError
+from tests.fleet.attempt import build_begin
 from tests.wait import PATIENCE
 
 A, B, C = (f"sha256:{letter * 64}" for letter in "abc")
@@ -79,7 +91,8 @@ def test_a_job_is_read_as_it_was_written() -> None:
 
 def test_frames_are_read_as_they_were_written() -> None:
     frame = Frame(DATA, 2, 7, b"x", "w2", ("w1",))
-    assert Frame.parse(frame.headers, b"x") == frame
+    subject = FleetNames().build_log_subject("w2", "j")
+    assert Frame.parse(subject, frame.headers, b"x") == frame
 
 
 def test_an_attempt_counts_the_workers_that_failed() -> None:
@@ -91,22 +104,84 @@ def test_an_attempt_counts_the_workers_that_failed() -> None:
 
 
 def test_frames_are_ordered_once_and_by_attempt() -> None:
-    order = FrameOrder()
+    ticket = JobTicket.generate()
+    order = FrameOrder(MarkChain("j", {ticket.public}))
+    begins = {number: build_begin("j", f"w{number}", ticket, number) for number in (1, 2)}
 
     def add(attempt: int, number: int) -> list[tuple[int, int]]:
-        found = order.add(Frame({0: BEGIN, 1: HEAD}.get(number, DATA), attempt, number))
+        frame = Frame(DATA, attempt, number, worker=f"w{attempt}")
+        found = order.add(frame if number else begins[attempt])
         return [(each.attempt, each.number) for each in found]
 
+    assert add(1, 1) == []
     assert add(1, 0) == [(1, 0)]
     assert (add(1, 2), order.has_gap) == ([], True)
     assert (add(1, 1), order.has_gap) == ([(1, 1), (1, 2)], False)
     assert add(1, 1) == []  # read again from the stream
-    assert add(2, 1) == []
-    assert add(2, 0) == [(2, 0), (2, 1)]
+    assert add(2, 0) == [(2, 0)]
+    assert add(2, 1) == [(2, 1)]
     assert add(1, 3) == []  # of a worker that came back too late
-    other = Frame(BEGIN, 2, 0, b"other")  # the marks before it have expired
-    assert order.add(other) == [other] and add(2, 1) == [(2, 1)]
-    assert order.add(other) == []
+    assert add(2, 0) == []
+
+
+def test_frames_are_those_of_the_attempt_that_counts_in_the_stream() -> None:
+    ticket = JobTicket.generate()
+    order = FrameOrder(MarkChain("j", {ticket.public}))
+    first, second = (build_begin("j", worker, ticket) for worker in ("w1", "w2"))
+    # They arrived here in the other order.
+    for frame in second, first:
+        assert order.add(frame) == [frame]
+    chain = MarkChain("j", {ticket.public}).add_all([first, second])
+    assert order.follow(chain) == [second] and order.follow(chain) == []
+    end = Frame(END, 1, 2, worker="w2")
+    chain.add(end)
+    assert order.follow(chain) == [] and order.has_gap
+    data = Frame(DATA, 1, 1, worker="w2")
+    assert order.add(data) == [data, end]
+
+
+MARKS = {
+    # marks after the BEGIN of w1: whether each counts
+    "the worker's end": [(END, "w1", 1, True)],
+    "the end of another worker": [(END, "w2", 1, False), (END, "w1", 1, True)],
+    "the end of another attempt": [(END, "w1", 2, False)],
+    "two ends": [(END, "w1", 1, True), (END, "w1", 1, False)],
+    "a gateway's end": [(END, "gateway", 1, False)],
+    "an admission by a worker": [(ADMITTED, "w2", 0, False)],
+    "an end after a failure": [(FAILED, "w1", 1, True), (END, "w1", 1, False)],
+    "data as a mark": [(DATA, "w1", 1, False), (HEAD, "w1", 1, False)],
+    "an unknown kind": [("urgent", "w1", 1, False)],
+}
+
+
+@pytest.mark.parametrize("name", MARKS)
+def test_a_mark_counts_only_if_it_is_of_the_attempt_that_counts(name: str) -> None:
+    ticket = JobTicket.generate()
+    chain = MarkChain("j", {ticket.public})
+    assert chain.add(build_begin("j", "w1", ticket))
+    for kind, worker, attempt, counts in MARKS[name]:
+        assert chain.add(Frame(kind, attempt, 1, b"x", worker)) is counts
+
+
+def test_an_attempt_begins_only_with_the_ticket_of_the_job() -> None:
+    ticket, other = JobTicket.generate(), JobTicket.generate()
+    chain = MarkChain("j", {ticket.public})
+    good = build_begin("j", "w1", ticket)
+    for wrong in (
+        build_begin("j", "w1", other),
+        build_begin("k", "w1", ticket),
+        replace(good, worker="w2"),  # copied by another worker
+        replace(good, attempt=2),
+        replace(good, data=b"other"),
+        replace(good, proof=""),
+        replace(good, proof="no base64"),
+    ):
+        assert not chain.add(wrong)
+    assert chain.add(good) and not chain.add(good)
+    later = build_begin("j", "w2", other, 2)
+    assert not chain.add(later)
+    admission = Admission("request", other.public).encode()
+    assert chain.add(Frame(ADMITTED, 0, 0, admission, GATEWAYS)) and chain.add(later)
 
 
 # -- workers
@@ -341,18 +416,21 @@ def test_a_job_whose_response_is_stored_is_only_acknowledged() -> None:
     """NATS was killed before it had stored the first acknowledgement."""
     acknowledged = list[bool]()
 
-    async def last(_: str) -> tuple[Frame, int]:
-        return Frame(END, 1, 5, b"", "w1"), 9
+    ticket = JobTicket.generate()
+
+    async def read_marks(_: str) -> list[tuple[int, Frame]]:
+        return [(8, build_begin("1", "w1", ticket)), (9, Frame(END, 1, 5, b"", "w1"))]
 
     async def ack() -> None:
         acknowledged.append(True)
 
     async def serve() -> str:
-        link: Any = SimpleNamespace(names=FleetNames(), read_last=last)
+        link: Any = SimpleNamespace(names=FleetNames(), read_marks=read_marks)
         message: Any = SimpleNamespace(ack=ack)
         job = FleetJob("1", "/v1/x", "infer", "me", "", "m", A)
         nothing: Any = None  # which a second attempt would need
-        return await JobRun(link, nothing, nothing, "w2", WorkerRegistry(), message, job).serve()
+        run = JobRun(link, nothing, nothing, "w2", WorkerRegistry(), message, job, ticket)
+        return await run.serve()
 
     assert asyncio.run(serve()) == DONE and acknowledged == [True]
 
@@ -364,22 +442,23 @@ def test_a_job_is_cancelled_again_if_its_cancellation_was_lost(
     monkeypatch.setattr(background, "AGAIN", 0.01)
     is_asked, has_ended = asyncio.Event(), list[bool]()
 
-    async def last(_: str) -> tuple[None, int]:
+    async def read_marks(_: str) -> list[tuple[int, Frame]]:
         is_asked.set()
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.Event().wait()
         await asyncio.Event().wait()
-        return None, 0
+        return []
 
     async def term() -> None:
         has_ended.append(True)
 
     async def serve() -> str:
-        link: Any = SimpleNamespace(names=FleetNames(), read_last=last)
+        link: Any = SimpleNamespace(names=FleetNames(), read_marks=read_marks)
         message: Any = SimpleNamespace(term=term)
         job = FleetJob("1", "/v1/x", "infer", "me", "", "m", A)
         nothing: Any = None
-        run = JobRun(link, nothing, nothing, "w1", WorkerRegistry(), message, job)
+        ticket = JobTicket.generate()
+        run = JobRun(link, nothing, nothing, "w1", WorkerRegistry(), message, job, ticket)
         serving = asyncio.create_task(run.serve())
         await is_asked.wait()
         async with asyncio.timeout(PATIENCE):
@@ -658,7 +737,10 @@ def test_streams_that_are_there_are_looked_at_again_after_a_while(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def find_all(*_: object, **options: object) -> None:
-        assert options == {"is_gateway": True}
+        assert options == {"is_worker": False}
+
+    async def do_nothing(*_: object) -> None:
+        pass
 
     async def check() -> float:
         link = FleetLink(FleetAccess(("nats://127.0.0.1:1",)), GATEWAY)
@@ -672,4 +754,7 @@ def test_streams_that_are_there_are_looked_at_again_after_a_while(
         return link._due - begun
 
     monkeypatch.setattr(fleet_link, "check_streams", find_all)
+    for name in "_read_clock", "_read_key_set":
+        monkeypatch.setattr(FleetLink, name, do_nothing)
+    monkeypatch.setattr(FleetLink, "_take_key_set", lambda *_: None)
     assert asyncio.run(check()) >= fleet_link.CHECK

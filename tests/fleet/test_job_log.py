@@ -12,28 +12,22 @@ import pytest
 
 from clowder_aimage.engine.admission import NEVER
 from clowder_aimage.errors import FormatError, NetworkError, NotFoundError
-from clowder_aimage.fleet.frame import BEGIN, END, RELEASED, Attempt, Frame
+from clowder_aimage.fleet.frame import BEGIN, END, RELEASED, Attempt
 from clowder_aimage.fleet.job import log as job_log
+from clowder_aimage.fleet.job.envelope import JOB, TICKET
 from clowder_aimage.fleet.job.job import FleetJob
-from clowder_aimage.fleet.job.log import JobLog
+from clowder_aimage.fleet.job.log import JobLog, SupersededError
+from clowder_aimage.fleet.job.mark import JobTicket
 from clowder_aimage.fleet.job.run import JobRun
-from clowder_aimage.fleet.link import MESSAGE_ID, FleetLink, LastFrameError
 from clowder_aimage.fleet.worker_registry import WorkerRegistry
 from clowder_aimage.http.route import ADMIN, INFER
 from clowder_aimage.oci import Reference
+from tests.fleet.attempt import begin, read_kinds
 from tests.fleet.fleet_run import FleetRun, ScriptedRole, prompt_as_picture
-from tests.wait import until_async
+from tests.wait import PATIENCE, until_async
 
 pytestmark = pytest.mark.integration
 Play = Callable[..., None]
-
-
-async def begin(link: FleetLink, job: str, worker: str) -> JobLog:
-    """Begin the next attempt at a job, as a worker does that gets its message."""
-    last, after = await link.read_last(link.names.build_mark_subject(job))
-    log = JobLog(link, job, worker, Attempt.following(last))
-    await log.begin(after)
-    return log
 
 
 async def say(log: JobLog, text: str) -> None:
@@ -41,15 +35,10 @@ async def say(log: JobLog, text: str) -> None:
     await log.write_data(json.dumps(text).encode())
 
 
-async def marks(link: FleetLink, job: str) -> list[str]:
-    found = [one async for _, one in link.read_messages(link.names.build_mark_subject(job), 0)]
-    frames = [Frame.parse(one.headers, one.data) for one in found]
-    return [frame.kind for frame in frames if frame is not None]
-
-
-async def on_queue(link: FleetLink) -> str:
-    """Return the id of the first job on the queue."""
+async def on_queue(fleet: FleetRun) -> tuple[str, JobTicket]:
+    """Return the id and the ticket of the first job on the queue."""
     found: list[Any] = []
+    link = fleet.gateway_link()
 
     async def is_there() -> bool:
         names = link.names
@@ -57,8 +46,10 @@ async def on_queue(link: FleetLink) -> str:
         found.extend([one async for _, one in link.read_messages(subject, 0, names.jobs)])
         return bool(found)
 
-    await until_async(is_there)
-    return str(found[0].headers[MESSAGE_ID])
+    async with link.open():
+        await link.wait_until_ready(PATIENCE)
+        await until_async(is_there)
+    return found[0].headers[JOB], JobTicket.parse(found[0].headers[TICKET])
 
 
 def test_the_client_gets_the_response_of_the_attempt_that_began_last(play: Play) -> None:
@@ -72,34 +63,36 @@ def test_the_client_gets_the_response_of_the_attempt_that_began_last(play: Play)
             link = worker._link
             await fleet.know(url, 1)
             asked = asyncio.create_task(fleet.ask(url, "x", **key))
-            job = await on_queue(link)
-            a = await begin(link, job, "a")
+            job, ticket = await on_queue(fleet)
+            a = await begin(link, job, "a", ticket)
             await say(a, "a")
-            b = await begin(link, job, "b")
+            b = await begin(link, job, "b", ticket)
             await a.write_data(b"late")
-            with pytest.raises(LastFrameError):
+            with pytest.raises(SupersededError):
                 await a.end()
             await say(b, "b")
-            c = await begin(link, job, "c")
+            c = await begin(link, job, "c", ticket)
             assert c.attempt == Attempt(3, ("a", "b"))
             await say(c, "c")
             await c.end()
             assert await asked == (200, "c")
             for log in (a, b):
                 await log.write_data(b"later")
-                with pytest.raises(LastFrameError):
+                with pytest.raises(SupersededError):
                     await log.end(RELEASED)
-            with pytest.raises(LastFrameError):  # it was stopped before it acknowledged the job
+            with pytest.raises(SupersededError):  # it was stopped before it acknowledged the job
                 await c.end(RELEASED)
             assert await fleet.ask(url, "x", **key) == (200, "c")
-            last, _ = await link.read_last(link.names.build_log_subject(job))
-            assert last is not None and last.attempt < 3  # and yet the job is known to be over
 
             async def is_removed() -> bool:
                 return (await fleet.status(url))["jobs"] == 0
 
             await until_async(is_removed)
-            assert await marks(link, job) == ["admitted", BEGIN, BEGIN, BEGIN, END]
+            assert await read_kinds(link, job) == [
+                *("admitted", BEGIN, BEGIN, END, BEGIN, END),
+                # Those of attempts that do not count.
+                *(RELEASED, RELEASED, RELEASED),
+            ]
             assert not role.served
 
     play(scene)
@@ -116,50 +109,43 @@ def test_a_mark_that_was_stored_without_an_answer_is_recognised(
             link = worker._link
             store, attempt = link.store, Attempt(1, ())
 
-            async def deaf(*message: Any, **more: Any) -> int:
-                monkeypatch.setattr(link, "store", store)
-                await store(*message, **more)
-                raise NetworkError("no answer")
+            lost = list[str]()
 
-            log, same = (JobLog(link, "j", "w", attempt) for _ in range(2))
+            async def deaf(subject: str, *message: Any) -> int:
+                number = await store(subject, *message)
+                if len(lost) % 2 == 0:
+                    lost.append(subject)
+                    raise NetworkError("no answer")
+                lost.append("")
+                return number
+
+            log = JobLog(link, "j", "w", attempt, JobTicket.generate())
             monkeypatch.setattr(link, "store", deaf)
-            await log.begin(0)
-            with pytest.raises(LastFrameError):  # the job was delivered to this worker twice
-                await same.begin(0)
-            monkeypatch.setattr(link, "store", deaf)
+            await log.begin()
             await log.end()
-            assert await marks(link, "j") == [BEGIN, END]
+            assert len(lost) == 4
+            assert await read_kinds(link, "j") == [BEGIN, END]
 
     play(scene)
 
 
-def test_a_job_that_another_worker_reads_is_not_ended_by_one_that_cannot(
-    play: Play, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_that_no_worker_can_read_is_ended_by_the_last(play: Play) -> None:
     async def scene(fleet: FleetRun) -> None:
         ended = list[str]()
 
         async def term() -> None:
             ended.append("term")
 
-        async def none(_: str) -> tuple[None, int]:
-            return None, 0
-
         async with fleet.worker("old", ScriptedRole(prompt_as_picture)) as worker:
             worker.takes_jobs = False
-            await begin(worker._link, "j", "new")
-            metadata = SimpleNamespace(num_delivered=9)
-            message: Any = SimpleNamespace(headers={MESSAGE_ID: "j"}, metadata=metadata, term=term)
-            # It looked before the other one began.
-            monkeypatch.setattr(worker._link, "read_last", none)
+            metadata, ticket = SimpleNamespace(num_delivered=9), JobTicket.generate()
+            headers = {JOB: "j", TICKET: ticket.key.seed}
+            message: Any = SimpleNamespace(headers=headers, metadata=metadata, term=term)
             await worker._refuse(message, FormatError("unknown field"))
-            monkeypatch.undo()
-            assert await marks(worker._link, "j") == [BEGIN] and not ended
-            other: Any = SimpleNamespace(
-                headers={MESSAGE_ID: "other"}, metadata=metadata, term=term
-            )
-            await worker._refuse(other, FormatError("unknown field"))
-            assert await marks(worker._link, "other") == [BEGIN, "dead"] and ended == ["term"]
+            assert await read_kinds(worker._link, "j") == [BEGIN, "dead"] and ended == ["term"]
+            # It is over: nothing is written again.
+            await worker._refuse(message, FormatError("unknown field"))
+            assert await read_kinds(worker._link, "j") == [BEGIN, "dead"]
 
     play(scene)
 
@@ -172,10 +158,13 @@ def test_a_model_that_a_job_pulled_has_the_name_that_was_asked_for(play: Play) -
             store, link = worker._service.store, worker._link
             digest = str(store.resolve(Reference.parse("tiny")).digest)
             nothing: Any = None
+            ticket = JobTicket.generate()
 
             async def served(model: str, scope: str, digest: str, **fields: Any) -> str:
                 job = FleetJob("j", "/", scope, "", model, model, digest, fields=fields)
-                run = JobRun(link, nothing, worker._service, "w", WorkerRegistry(), nothing, job)
+                run = JobRun(
+                    link, nothing, worker._service, "w", WorkerRegistry(), nothing, job, ticket
+                )
                 name = str((run._pin().fields or {}).get("model", "unchanged"))
                 await run._name()
                 return name

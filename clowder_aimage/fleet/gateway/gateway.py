@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 from aiohttp import web
-from nats.js.errors import Error as JetStreamError
 
 from clowder_aimage.api.model_catalog import build_unknown_error
 from clowder_aimage.api.model_list import build_missing_error
@@ -28,29 +27,28 @@ from clowder_aimage.errors import (
 from clowder_aimage.fleet.frame import (
     ADMITTED,
     BEGIN,
-    CHUNK,
     LAST,
     Frame,
 )
 from clowder_aimage.fleet.gateway.fair_queue import FairQueue
+from clowder_aimage.fleet.gateway.job_queue import JobQueue, QueuedJob
 from clowder_aimage.fleet.gateway.metric import RESPONSE, GatewayMetrics
 from clowder_aimage.fleet.gateway.operation import JobHeaders
 from clowder_aimage.fleet.gateway.parsed_request import ParsedRequest
 from clowder_aimage.fleet.gateway.response_relay import ResponseRelay
 from clowder_aimage.fleet.gateway.worker_response import build_bad_response_error
 from clowder_aimage.fleet.job.job import FleetJob
+from clowder_aimage.fleet.job.mark import Admission, MarkChain, read_admission
 from clowder_aimage.fleet.job.reader import JobReader
 from clowder_aimage.fleet.job.request import FORWARDED
-from clowder_aimage.fleet.job.run import CHUNKS
 from clowder_aimage.fleet.link import (
     LOST,
-    MESSAGE_ID,
     FleetLink,
     FullStoreError,
-    LastFrameError,
+    NotFirstError,
     build_unavailable_error,
 )
-from clowder_aimage.fleet.name import BATCH
+from clowder_aimage.fleet.name import BATCH, GATEWAYS
 from clowder_aimage.fleet.worker_registry import FleetModel, WorkerWatch
 from clowder_aimage.http.access import parse_token
 from clowder_aimage.http.api_error import (
@@ -70,8 +68,6 @@ MIN_WINDOW = 8
 WITHDRAWN = 2.0
 # Models in a message.
 _MAX_NAMED = 10
-# Bytes of a job that is one message.
-_INLINE = 2 * CHUNK
 _log = logging.getLogger("aimage.fleet")
 
 
@@ -82,10 +78,9 @@ class _AdmittedJob:
     ``is_kept``: it goes on if its client leaves. ``is_old``: it was admitted before.
     """
 
-    job: FleetJob
+    queued: QueuedJob
     is_kept: bool
     is_old: bool = False
-    sequence: int = 0
 
 
 class JobGateway:
@@ -109,6 +104,8 @@ class JobGateway:
         self._resolve = resolve
         self._deadline = None if deadline == FOR_EVER else deadline
         self.queue = FairQueue(self.compute_window, most)
+        self._jobs = JobQueue(link, watch.workers.has)
+        self._discarding = set[asyncio.Task[None]]()
 
     def compute_window(self, digest: str = "") -> int:
         """Return the number of jobs of this gateway, for a model or all, that may be queued."""
@@ -150,17 +147,17 @@ class JobGateway:
     async def _serve_in_time(
         self, relay: ResponseRelay, job: FleetJob, parsed: ParsedRequest, *, is_keyed: bool
     ) -> web.StreamResponse:
-        is_kept = is_keyed or job.priority == BATCH
+        is_kept, queued = is_keyed or job.priority == BATCH, QueuedJob(job)
+        restore = partial(self._jobs.restore, queued)
         try:
             async with (
                 asyncio.timeout(self._deadline),
                 self.queue.turn(job.caller, job.priority, job.digest) as started,
-                JobReader(self._link, job.id).open() as reader,
+                JobReader(self._link, job.id, [queued.ticket.public], restore).open() as reader,
             ):
-                admitting = self._admit(job, parsed, is_kept=is_kept, is_keyed=is_keyed)
+                admitting = self._admit(queued, parsed, is_kept=is_kept, is_keyed=is_keyed)
                 admitted = await (admitting if is_kept else self._wait_until_admitted(admitting))
-                is_queued = partial(self._is_queued, admitted)
-                frames = reader.iter_frames(is_queued, from_start=admitted.is_old)
+                frames = reader.iter_frames(from_start=admitted.is_old)
                 return await self._pass_on(relay, admitted, frames, started)
         except TimeoutError:
             raise ApiError(504, "the deadline has passed", code="deadline_exceeded") from None
@@ -233,32 +230,28 @@ class JobGateway:
         return ApiError(404, message, code="model_not_found", param="model")
 
     async def _admit(
-        self, job: FleetJob, parsed: ParsedRequest, *, is_kept: bool, is_keyed: bool
+        self, queued: QueuedJob, parsed: ParsedRequest, *, is_kept: bool, is_keyed: bool
     ) -> _AdmittedJob:
         """Put a job on the queue, unless its idempotency key was used before. Raises ApiError.
 
         A job that was admitted and not begun is published again, as its gateway may have died
         before it did so; the stream recognises a repetition.
         """
-        is_old, names = False, self._link.names
-        subject = names.build_job_subject(job.priority, job.digest.partition(":")[2], job.caller)
+        is_old = False
         try:
-            if is_keyed and await self._was_admitted(job, _compute_fingerprint(job, parsed)):
-                is_old, (mark, _) = (
-                    True,
-                    await self._link.read_last(names.build_mark_subject(job.id)),
-                )
-                if mark is not None and mark.kind != ADMITTED:
-                    return _AdmittedJob(job, is_kept, is_old)
-            sequence = await self._put(job, subject)
+            if is_keyed:
+                chain = await self._enter(queued, _compute_fingerprint(queued.job, parsed))
+                is_old = chain is not None
+                if chain is not None and chain.begin is not None:
+                    return _AdmittedJob(queued, is_kept, is_old)
+            await self._jobs.put(queued)
         except FullStoreError:
             raise build_unavailable_error(
                 "the queue of the fleet is full; try again later"
             ) from None
         except (NetworkError, *LOST):
             raise build_unavailable_error("NATS does not answer; try again later") from None
-        await self._link.publish(names.announcements, f"{subject} {sequence}".encode())
-        return _AdmittedJob(job, is_kept, is_old, sequence)
+        return _AdmittedJob(queued, is_kept, is_old)
 
     async def _wait_until_admitted(
         self, admission: Coroutine[Any, Any, _AdmittedJob]
@@ -278,44 +271,32 @@ class JobGateway:
     async def _withdraw(self, admitting: asyncio.Task[_AdmittedJob]) -> None:
         # It was not admitted.
         with contextlib.suppress(AImageError):
-            await self._cancel(await admitting)
+            await self._cancel((await admitting).queued)
 
-    async def _put(self, job: FleetJob, subject: str) -> int:
-        """Put a job on the queue, a large one in chunks under a new subject.
-
-        A repeated request uploads its chunks again: a new subject keeps the uploads apart.
-        """
-        payload, headers = job.encode(), {MESSAGE_ID: job.id}
-        if len(payload) > _INLINE:
-            upload = secrets.token_hex(16)
-            chunks = [payload[start : start + CHUNK] for start in range(0, len(payload), CHUNK)]
-            for number, chunk in enumerate(chunks):
-                chunk_headers = {MESSAGE_ID: f"{upload} {number}"}
-                await self._link.store(
-                    self._link.names.build_body_subject(upload), chunk, chunk_headers
-                )
-            payload, headers[CHUNKS] = upload.encode(), str(len(chunks))
-        return await self._link.store(subject, payload, headers)
-
-    async def _was_admitted(self, job: FleetJob, fingerprint: bytes) -> bool:
-        """Return True if a request with the idempotency key of a job was accepted earlier.
+    async def _enter(self, queued: QueuedJob, fingerprint: str) -> MarkChain | None:
+        """Enter the job of an idempotency key; return its marks if it was entered earlier.
 
         Raises ApiError (422): it was another request.
         """
-        subject = self._link.names.build_mark_subject(job.id)
-        admitted = Frame(ADMITTED, 0, 0, fingerprint)
+        job = queued.job.id
+        subject = self._link.names.build_mark_subject(GATEWAYS, job)
+        admission = Frame(ADMITTED, 0, 0, Admission(fingerprint, queued.ticket.public).encode())
         try:
-            await self._link.store(subject, fingerprint, admitted.headers, after=0)
-        except LastFrameError:
-            pass
+            await self._link.store(subject, admission.data, admission.headers, is_first=True)
+        except NotFirstError:
+            marks = [frame for _, frame in await self._link.read_marks(job)]
         else:
-            return False
-        async for _, message in self._link.read_messages(subject, 0):
-            if (message.data or b"") != fingerprint:
+            return None
+        entries = (frame for frame in marks if (frame.kind, frame.worker) == (ADMITTED, GATEWAYS))
+        for entry in entries:
+            if read_admission(entry).request != fingerprint:
                 text = "the idempotency key was used for another request"
                 raise ApiError(422, text, code="idempotency_key_reused")
-            break
-        return True
+        chain = MarkChain(job).add_all(marks)
+        if chain.begin is None:
+            # The message of the first gateway may be missing: this one has another ticket.
+            await self._link.store(subject, admission.data, admission.headers)
+        return chain
 
     # -- the response
 
@@ -338,34 +319,23 @@ class JobGateway:
                     is_over = frame.kind in LAST
             return await relay.end()
         finally:
-            if not is_over and not admitted.is_kept:
-                cancelling = asyncio.create_task(self._cancel(admitted))
+            if is_over:
+                self._discard(admitted)
+            elif not admitted.is_kept:
+                cancelling = asyncio.create_task(self._cancel(admitted.queued))
                 await asyncio.shield(cancelling)
 
-    async def _is_queued(self, admitted: _AdmittedJob) -> bool:
-        """Return True if a job is on the queue, or being served, as far as NATS can be asked.
+    def _discard(self, admitted: _AdmittedJob) -> None:
+        """Remove what a job has stored, in the background."""
+        work = self._jobs.discard(admitted.queued, is_kept=admitted.is_kept)
+        task = asyncio.create_task(work)
+        self._discarding.add(task)
+        task.add_done_callback(self._discarding.discard)
 
-        The message of an old job may have any number.
-        """
-        job, names = admitted.job, self._link.names
-        digest = job.digest.partition(":")[2]
-        subject = names.build_job_subject(job.priority, digest, job.caller)
-        after = max(0, admitted.sequence - 1)
-        with contextlib.suppress(*LOST):
-            async for _, message in self._link.read_messages(subject, after, names.jobs):
-                if (message.headers or {}).get(MESSAGE_ID) == job.id:
-                    return True
-                if admitted.sequence:
-                    break
-            return False
-        return True
-
-    async def _cancel(self, admitted: _AdmittedJob) -> None:
-        """Remove a job from the queue, and end the work on it."""
-        names = self._link.names
-        await self._link.publish(names.build_cancel_subject(admitted.job.id))
-        with contextlib.suppress(*LOST, JetStreamError):
-            await self._link.streams.delete_msg(names.jobs, admitted.sequence)
+    async def _cancel(self, queued: QueuedJob) -> None:
+        """Remove a job from the queue, end the work on it, and remove what it has stored."""
+        await self._jobs.cancel(queued)
+        await self._jobs.discard(queued, is_kept=False)
 
 
 def identify_caller(request: Request) -> str:
@@ -381,7 +351,7 @@ def _make_job_id(caller: str, key: str) -> str:
     return hashlib.sha256(f"{caller} {key}".encode()).hexdigest()[:32]
 
 
-def _compute_fingerprint(job: FleetJob, parsed: ParsedRequest) -> bytes:
+def _compute_fingerprint(job: FleetJob, parsed: ParsedRequest) -> str:
     """Return a digest of a client's request, without the seed and the names chosen here."""
     request = replace(job, headers={}, digest="", model="", timeout=None, fields=parsed.fields)
-    return hashlib.sha256(request.encode()).hexdigest().encode()
+    return hashlib.sha256(request.encode()).hexdigest()

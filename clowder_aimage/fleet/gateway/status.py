@@ -5,19 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from nats.js.api import StreamInfo
 from nats.js.errors import Error as JetStreamError
 from nats.js.errors import NotFoundError
 
-from clowder_aimage.errors import FormatError
-from clowder_aimage.fleet.field import is_id
-from clowder_aimage.fleet.frame import LAST
+from clowder_aimage.errors import UsageError
 from clowder_aimage.fleet.gateway.fair_queue import FairQueue
 from clowder_aimage.fleet.gateway.metric import GatewayMetrics
-from clowder_aimage.fleet.link import LOST, MESSAGE_ID, FleetLink
+from clowder_aimage.fleet.job.envelope import JOB, TICKET
+from clowder_aimage.fleet.job.mark import JobTicket, MarkChain
+from clowder_aimage.fleet.link import LOST, FleetLink
 from clowder_aimage.fleet.name import PRIORITIES
 from clowder_aimage.fleet.worker_registry import RejectedStatus, WorkerRegistry, WorkerStatus
 
@@ -66,6 +66,7 @@ class FleetStatus:
         names, streams = self._link.names, self._link.streams
         jobs = await streams.stream_info(names.jobs, subjects_filter=">")
         logs, dead = await streams.stream_info(names.logs), await streams.stream_info(names.dead)
+        bodies = await streams.stream_info(names.bodies)
         queued = await self._count_jobs(jobs)
         return FleetFacts(
             fleet=names.fleet,
@@ -76,7 +77,7 @@ class FleetStatus:
                 for (priority, digest), count in sorted(queued.items())
             ],
             jobs=queued.total(),
-            stored=logs.state.bytes + jobs.state.bytes,
+            stored=logs.state.bytes + jobs.state.bytes + bodies.state.bytes,
             room=logs.config.max_bytes,
             given_up=dead.state.messages,
         )
@@ -149,12 +150,15 @@ class FleetStatus:
                 self._last_checked = 0
                 return
             self._last_checked = message.seq or 0
-            job = (message.headers or {}).get(MESSAGE_ID, "")
-            if is_id(job) and await self._is_finished(job):
+            if await self._is_over(message.headers or {}):
                 await streams.delete_msg(names.jobs, self._last_checked)
 
-    async def _is_finished(self, job: str) -> bool:
-        with contextlib.suppress(FormatError):
-            mark, _ = await self._link.read_last(self._link.names.build_mark_subject(job))
-            return mark is not None and mark.kind in LAST
-        return False
+    async def _is_over(self, headers: Mapping[str, str]) -> bool:
+        """Return True if the job of a message on the queue has ended."""
+        try:
+            job, ticket = headers[JOB], JobTicket.parse(headers[TICKET])
+        except (LookupError, UsageError):
+            # A worker refuses it.
+            return False
+        marks = await self._link.read_marks(job)
+        return MarkChain(job, {ticket.public}).add_all(frame for _, frame in marks).is_over

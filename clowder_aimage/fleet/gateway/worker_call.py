@@ -257,8 +257,10 @@ class WorkerCalls:
         """Return the response of a worker. Raises NatsError, TimeoutError, FormatError."""
         client = self._link.client
         arrived: asyncio.Queue[Msg] = asyncio.Queue()
+        subject = self._link.names.build_call_subject(worker)
+        headers = self._link.sign(subject, data)
         async with self._link.listening(inbox := client.new_inbox(), arrived.put):
-            await client.publish(self._link.names.build_call_subject(worker), data, reply=inbox)
+            await client.publish(subject, data, reply=inbox, headers=headers)
             return await self._collect(arrived, worker, on_line)
 
     async def _collect(

@@ -6,6 +6,7 @@ import asyncio
 import json
 import secrets
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import tenacity
@@ -13,38 +14,50 @@ from nats.js import api
 
 from clowder_aimage.errors import AImageError
 from clowder_aimage.fleet.frame import BEGIN, CHUNK, DATA, END, HEAD, Attempt, Frame
-from clowder_aimage.fleet.link import LOST, FleetLink, LastFrameError
+from clowder_aimage.fleet.job.mark import JobTicket, MarkChain
+from clowder_aimage.fleet.link import LOST, MESSAGE_ID, FleetLink
 
 # Seconds for the acknowledgement of a frame before it is published again.
 ACKNOWLEDGED = 5.0
 # Seconds before a message is published again that was not stored.
 FULL = 1.0
+# Seconds before a stream is read again from a replica that is behind.
+BEHIND = 0.05
+_LOOKS = 100
+
+
+class SupersededError(AImageError):
+    """Another attempt at the job has begun: this one does not count."""
 
 
 class JobLog:
-    """Writes frames in order. A mark is published as a frame once it is stored (``job_frame``).
+    """Writes the frames of an attempt in order. ``ticket`` is that of the job.
 
     A frame that is not stored yet is published again: a full store, or a server that is away,
     delays the end of a job and loses nothing.
     """
 
-    def __init__(self, link: FleetLink, job: str, worker: str, attempt: Attempt) -> None:
+    def __init__(
+        self, link: FleetLink, job: str, worker: str, attempt: Attempt, ticket: JobTicket
+    ) -> None:
         self.attempt = attempt
-        self._link, self._worker = link, worker
-        self._subject, self._marks = (
-            link.names.build_log_subject(job),
-            link.names.build_mark_subject(job),
-        )
-        self._number, self._after = 0, 0
+        self._link, self._job, self._worker, self._ticket = link, job, worker, ticket
+        self._subject = link.names.build_log_subject(worker, job)
+        self._marks = link.names.build_mark_subject(worker, job)
+        # It tells the attempt from others with its number.
+        self._id = secrets.token_hex(8)
+        # The number of the BEGIN in the stream of marks.
+        self._begun = 0
+        self._chain = MarkChain(job, {ticket.public})
+        self._number = 0
         self._sent: list[tuple[Frame, asyncio.Future[api.PubAck]]] = []
 
-    async def begin(self, after: int) -> None:
-        """Write that the attempt begins, after the mark with that number in the stream.
-
-        Raises LastFrameError: another attempt has begun.
-        """
-        self._after = after
-        self._after = await self._mark(self._build_frame(BEGIN, secrets.token_hex(8).encode()))
+    async def begin(self) -> None:
+        """Write that the attempt begins. From now on it is the one that counts."""
+        frame = self._build_frame(BEGIN, self._id.encode())
+        frame = replace(frame, proof=self._ticket.sign_begin(self._job, frame))
+        self._begun = await self._store(self._marks, frame)
+        self._chain.add(frame)
 
     async def write_head(self, status: int, headers: Sequence[tuple[str, str]]) -> None:
         """Write the status and the headers of the response."""
@@ -60,21 +73,16 @@ class JobLog:
     async def end(self, kind: str = END, facts: Mapping[str, Any] | None = None) -> None:
         """Write the last frame of the attempt, once all others are stored.
 
-        Raises LastFrameError: another attempt has begun and this one does not count, or it is over.
+        Raises SupersededError: another attempt has begun, and this one does not count.
         """
         await self._settle()
-        await self._mark(self._build_frame(kind, _encode_json(facts) if facts is not None else b""))
-
-    async def _mark(self, frame: Frame) -> int:
-        """Store a mark, and publish it; return its number. It may be stored without an answer."""
-        try:
-            number = await self._store(self._marks, frame, after=self._after)
-        except LastFrameError:
-            stored, number = await self._read_last()
-            if stored != frame:
-                raise
-        await self._link.publish(self._subject, frame.data, frame.headers)
-        return number
+        frame = self._build_frame(kind, _encode_json(facts) if facts is not None else b"")
+        number = await self._store(self._marks, frame)
+        for position, mark in await self._read_until(number):
+            is_counted = self._chain.add(mark)
+            if position == number and is_counted:
+                return
+        raise SupersededError("another attempt at the job has begun")
 
     def _build_frame(self, kind: str, data: bytes = b"") -> Frame:
         number, self._number = self._number, self._number + 1
@@ -94,19 +102,27 @@ class JobLog:
                 await self._store(self._subject, frame)
         self._sent.clear()
 
-    async def _store(self, subject: str, frame: Frame, after: int | None = None) -> int:
-        is_refused = tenacity.retry_if_not_exception_type(LastFrameError)
-        retryer = tenacity.AsyncRetrying(
-            retry=tenacity.retry_if_exception_type(AImageError) & is_refused,
-            wait=tenacity.wait_fixed(FULL),
-        )
-        return await retryer(self._link.store, subject, frame.data, frame.headers, after=after)
+    async def _store(self, subject: str, frame: Frame) -> int:
+        """Store a frame, which is one frame in the stream if it is published again."""
+        headers = {**frame.headers, MESSAGE_ID: f"{self._id} {frame.number}"}
+        return await _retry()(self._link.store, subject, frame.data, headers)
 
-    async def _read_last(self) -> tuple[Frame | None, int]:
-        retryer = tenacity.AsyncRetrying(
-            retry=tenacity.retry_if_exception_type(LOST), wait=tenacity.wait_fixed(FULL)
-        )
-        return await retryer(self._link.read_last, self._marks)
+    async def _read_until(self, number: int) -> list[tuple[int, Frame]]:
+        """Return the marks after the BEGIN up to a number, which a replica may get later."""
+        for _ in range(_LOOKS):
+            marks: list[tuple[int, Frame]] = await _retry()(
+                self._link.read_marks, self._job, self._begun
+            )
+            if any(position >= number for position, _ in marks):
+                return marks
+            await asyncio.sleep(BEHIND)
+        # The stream was made anew.
+        return []
+
+
+def _retry() -> tenacity.AsyncRetrying:
+    is_lost = tenacity.retry_if_exception_type((AImageError, *LOST))
+    return tenacity.AsyncRetrying(retry=is_lost, wait=tenacity.wait_fixed(FULL))
 
 
 def _encode_json(value: Any) -> bytes:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection
+from typing import Any
 
 from nats.aio.msg import Msg
 
 from clowder_aimage.errors import FormatError
-from clowder_aimage.fleet.frame import BEGIN, FOLLOWING, LAST, Frame
+from clowder_aimage.fleet.frame import BEGIN, DATA, FOLLOWING, HEAD, LAST, Frame, parse_worker
+from clowder_aimage.fleet.job.mark import MarkChain
 from clowder_aimage.fleet.link import LOST, FleetLink
 
 # Seconds without a frame after which the stream is read.
@@ -22,15 +24,15 @@ _MAX_LIVE = 64 << 20
 
 
 class FrameOrder:
-    """Puts frames into order: of the newest attempt, each once, by number.
+    """Puts frames into order: of the attempt that counts, each once, by number.
 
-    A later attempt begins with its first frame; frames of earlier ones are dropped then. An attempt
-    with the same number is another one if its BEGIN is: the marks before it have expired.
+    ``chain`` takes the marks. An attempt begins with its first frame; frames of others are dropped.
     """
 
-    def __init__(self) -> None:
-        self._attempt, self._next = 0, 0
-        self._begin_data = b""
+    def __init__(self, chain: MarkChain) -> None:
+        self.chain = chain
+        self._begin: Frame | None = None
+        self._next = 0
         self._early: dict[int, Frame] = {}
         self._last_kind, self._size = "", 0
 
@@ -44,19 +46,37 @@ class FrameOrder:
         """Return True if the last frame of a job has arrived, and one before it is missing."""
         return any(frame.kind in LAST for frame in self._early.values())
 
+    @property
+    def begin(self) -> Frame | None:
+        """The BEGIN of the attempt whose frames are put into order."""
+        return self._begin
+
+    def add_mark(self, mark: Frame) -> list[Frame]:
+        """Take a mark, and return the frames whose turn has come. Raises FormatError."""
+        return self._put(mark) if self.chain.add(mark) else []
+
     def add(self, frame: Frame) -> list[Frame]:
-        """Take a frame, and return those whose turn has come.
+        """Take a part of a response, and return the frames whose turn has come.
 
         Raises FormatError: they are too large, or a frame does not follow the one before it.
         """
-        is_begin = frame.kind == BEGIN
-        is_other = is_begin and self._next > 0 and frame.data != self._begin_data
-        if frame.attempt > self._attempt or (is_other and frame.attempt == self._attempt):
-            self._attempt, self._next = frame.attempt, 0
+        if frame.kind not in (HEAD, DATA):
+            raise FormatError(f"it has the mark {frame.kind!r} among its parts")
+        return self._put(frame)
+
+    def follow(self, chain: MarkChain) -> list[Frame]:
+        """Take the marks as they are in the stream, and return the frames whose turn has come."""
+        self.chain = chain
+        begin, last = chain.begin, chain.last
+        ready = self._put(begin) if begin is not None and begin != self._begin else []
+        return ready + (self._put(last) if last is not None else [])
+
+    def _put(self, frame: Frame) -> list[Frame]:
+        if frame.kind == BEGIN and frame != self._begin:
+            self._begin, self._next, self._size = frame, 0, 0
             self._early.clear()
-        if frame.attempt < self._attempt or frame.number < self._next or frame.attempt == 0:
+        if self._begin is None or not frame.is_of(self._begin) or frame.number < self._next:
             return []
-        self._begin_data = frame.data if is_begin else self._begin_data
         self._size += _FRAME + len(frame.data)
         if self._size > MAX_RESPONSE:
             raise FormatError(f"it has more than {MAX_RESPONSE} bytes")
@@ -77,20 +97,35 @@ class FrameOrder:
 
 
 class JobReader:
-    """Reads the frames of one job."""
+    """Reads the frames of one job. ``tickets`` are the public keys of the tickets that are known.
 
-    def __init__(self, link: FleetLink, job: str) -> None:
-        self._link, self._subject = link, link.names.build_log_subject(job)
-        # the number in the stream of the last frame that was read from it, by subject
-        self._read_to = {link.names.build_mark_subject(job): 0, self._subject: 0}
+    ``restore`` is called after a silence: the job may have been lost. Raises AImageError.
+    """
+
+    def __init__(
+        self,
+        link: FleetLink,
+        job: str,
+        tickets: Collection[str],
+        restore: Callable[[MarkChain], Awaitable[None]],
+    ) -> None:
+        self._link, self._job, self._tickets, self._restore = link, job, tickets, restore
         self._live: asyncio.Queue[Msg] = asyncio.Queue()
         self._live_size = 0
-        self._order = FrameOrder()
+        self._order = FrameOrder(self._build_chain())
+        # The attempt whose frames were read from the stream, and the number of the last one.
+        self._read_to: tuple[Frame | None, int] = None, 0
+
+    def _build_chain(self) -> MarkChain:
+        return MarkChain(self._job, {*self._tickets})
 
     @contextlib.asynccontextmanager
     async def open(self) -> AsyncIterator[JobReader]:
         """Listen for frames. Raises NatsError if there is no connection."""
-        async with self._link.listening(self._subject, self._take):
+        names, listening = self._link.names, self._link.listening
+        async with contextlib.AsyncExitStack() as stack:
+            for build in names.build_mark_subject, names.build_log_subject:
+                await stack.enter_async_context(listening(build("*", self._job), self._take))
             yield self
 
     async def _take(self, message: Msg) -> None:
@@ -99,30 +134,25 @@ class JobReader:
             self._live_size += _FRAME + len(message.data)
             self._live.put_nowait(message)
 
-    async def iter_frames(
-        self, is_queued: Callable[[], Awaitable[bool]], *, from_start: bool = False
-    ) -> AsyncGenerator[Frame, None]:
+    async def iter_frames(self, *, from_start: bool = False) -> AsyncGenerator[Frame, None]:
         """Yield the frames until the last one; ``from_start`` those that are stored first.
 
-        While there is no connection it waits. ``is_queued`` returns True while the job is on the
-        queue: after that only frames that are stored follow.
+        While there is no connection it waits.
 
         Raises:
-            ApiError: The fleet cannot be used (503).
+            ApiError: The fleet cannot be used (503), or the job is lost again and again.
             FormatError: The frames are not valid, or end before the last one.
         """
-        must_read, is_over = from_start, False
+        must_read = from_start
         while True:
             batch, is_whole = await self._read() if must_read else (await self._listen(), False)
             for frame in batch:
                 yield frame
                 if frame.kind in LAST:
                     return
-            is_silent = is_whole and not batch
-            if is_silent and (is_over or self._order.lacks_frames):
+            if is_whole and not batch and self._order.lacks_frames:
                 raise FormatError("it is not complete, and its job is over")
-            is_over = is_silent and not await is_queued()
-            must_read = is_over or (not must_read and (not batch or self._order.has_gap))
+            must_read = not must_read and (not batch or self._order.has_gap)
 
     async def _listen(self) -> list[Frame]:
         try:
@@ -132,16 +162,46 @@ class JobReader:
             self._link.check_lasting()
             return []
         self._live_size -= _FRAME + len(message.data)
-        return self._order.add(Frame.parse(message.headers, message.data))
+        if not self._link.names.is_mark(message.subject):
+            return self._add(message)
+        try:
+            mark = Frame.parse(message.subject, message.headers, message.data)
+        except FormatError:
+            # It does not count.
+            return []
+        return self._order.add_mark(mark)
+
+    def _add(self, message: Msg | Any) -> list[Frame]:
+        """Take a part of a response, unless it is that of an attempt that does not count.
+
+        Raises FormatError.
+        """
+        begin = self._order.begin
+        if begin is None or parse_worker(message.subject) != begin.worker:
+            return []
+        return self._order.add(Frame.parse(message.subject, message.headers, message.data))
 
     async def _read(self) -> tuple[list[Frame], bool]:
-        """Return the new frames in the stream, and True if these are all."""
+        """Return the new frames in the streams, and True if these are all."""
         frames: list[Frame] = []
         try:
-            for subject, after in self._read_to.items():
-                async for number, message in self._link.read_messages(subject, after):
-                    self._read_to[subject] = number
-                    frames += self._order.add(Frame.parse(message.headers, message.data))
+            marks = await self._link.read_marks(self._job)
+            chain = self._build_chain().add_all(frame for _, frame in marks)
+            frames += self._order.follow(chain)
+            if (begin := self._order.begin) is not None:
+                frames += await self._read_log(begin)
         except LOST:
             return frames, False
+        if not frames:
+            await self._restore(chain)
         return frames, True
+
+    async def _read_log(self, begin: Frame) -> list[Frame]:
+        """Return the frames of an attempt whose turn has come. Raises NatsError, TimeoutError."""
+        subject = self._link.names.build_log_subject(begin.worker, self._job)
+        frames: list[Frame] = []
+        after = self._read_to[1] if self._read_to[0] == begin else 0
+        async for number, message in self._link.read_messages(subject, after):
+            self._read_to = begin, number
+            frames += self._add(message)
+        return frames

@@ -18,11 +18,12 @@ from clowder_aimage.api.service import Service
 from clowder_aimage.engine.admission import NEVER
 from clowder_aimage.engine.executor import run_io, run_locking
 from clowder_aimage.errors import AImageError
-from clowder_aimage.fleet.frame import DEAD, END, FAILED, LAST, RELEASED, Attempt
+from clowder_aimage.fleet.frame import DEAD, END, FAILED, RELEASED, Attempt
 from clowder_aimage.fleet.job.job import FleetJob
-from clowder_aimage.fleet.job.log import JobLog
+from clowder_aimage.fleet.job.log import JobLog, SupersededError
+from clowder_aimage.fleet.job.mark import JobTicket, MarkChain
 from clowder_aimage.fleet.job.request import request_of
-from clowder_aimage.fleet.link import LOST, FleetLink, LastFrameError
+from clowder_aimage.fleet.link import LOST, FleetLink
 from clowder_aimage.fleet.worker_registry import WorkerRegistry
 from clowder_aimage.http.background import end_tasks
 from clowder_aimage.http.local_call import LocalCalls, get_body
@@ -63,6 +64,7 @@ class JobRun:
     workers: WorkerRegistry
     message: Msg
     job: FleetJob
+    ticket: JobTicket
     is_cancelled: bool = False
     # This worker's store has no such name.
     is_unnamed: bool = False
@@ -94,20 +96,21 @@ class JobRun:
 
     async def _serve(self) -> str:
         try:
-            mark, after = await self.link.read_last(self.link.names.build_mark_subject(self.job.id))
+            marks = await self.link.read_marks(self.job.id)
         except LOST:
             return await self._give_back()
-        if mark is not None and mark.kind in LAST:
+        chain = MarkChain(self.job.id, {self.ticket.public}).add_all(frame for _, frame in marks)
+        if chain.is_over:
             await self._acknowledge()
             return DONE
-        attempt = Attempt.following(mark)
+        attempt = Attempt.following(chain.last)
         if self.worker in attempt.past and self._has_others(attempt.past):
             return await self._give_back()
-        log = JobLog(self.link, self.job.id, self.worker, attempt)
+        log = JobLog(self.link, self.job.id, self.worker, attempt, self.ticket)
         try:
-            await log.begin(after)
+            await log.begin()
             return await self._attempt(log)
-        except LastFrameError:
+        except SupersededError:
             # Another worker serves the job: this attempt does not count.
             return GIVEN_BACK
         except asyncio.CancelledError:
@@ -221,7 +224,7 @@ class JobRun:
         try:
             async with asyncio.timeout(ACK_WAIT / 2):
                 await log.end(kind, {"reason": reason})
-        except LastFrameError:
+        except SupersededError:
             # Another worker has the job.
             return
         except TimeoutError:
@@ -239,7 +242,7 @@ class JobRun:
         letter = {**facts, "job": self.job.id, "path": self.job.path, "model": self.job.model}
         letter["digest"] = self.job.digest
         with contextlib.suppress(AImageError):
-            name = self.link.names.build_dead_letter_subject(self.job.id)
+            name = self.link.names.build_dead_letter_subject(self.worker, self.job.id)
             await self.link.store(name, json.dumps(letter).encode(), patience=2.0)
         _log.error("job given up", extra={"job": self.job.id, "reason": message})
         await self._acknowledge()
@@ -279,22 +282,3 @@ async def extend_deadline(message: Msg) -> AsyncIterator[None]:
         yield
     finally:
         task.cancel()
-
-
-async def read_job(link: FleetLink, message: Msg) -> FleetJob:
-    """Return the job in a message; a large one is in chunks in the stream of logs.
-
-    Raises FormatError, and the exceptions of LOST.
-    """
-    count = int((message.headers or {}).get(CHUNKS, "0"))
-    if not count:
-        return FleetJob.decode(message.data)
-    subject = link.names.build_body_subject(message.data.decode("ascii", "replace"))
-    chunks = [
-        message_chunk.data or b"" async for _, message_chunk in link.read_messages(subject, 0)
-    ]
-    return FleetJob.decode(b"".join(chunks[:count]))
-
-
-# The header of a job in chunks; the data of the message is the subject of the chunks.
-CHUNKS = "Aimage-Pieces"
