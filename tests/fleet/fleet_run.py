@@ -150,6 +150,14 @@ class FleetRun:
     def gateway_link(self) -> FleetLink:
         return FleetLink(self.access_of(GATEWAY), GATEWAY)
 
+    @contextlib.asynccontextmanager
+    async def opened_gateway_link(self) -> AsyncIterator[FleetLink]:
+        """Open a link with the rights of a gateway; yield it once it is ready."""
+        link = self.gateway_link()
+        async with link.open():
+            await link.wait_until_ready(PATIENCE)
+            yield link
+
     async def make(self, **shape: Any) -> None:
         link = FleetLink(self.access_of(OPERATOR), OPERATOR)
         async with link.open():

@@ -109,8 +109,9 @@ def test_frames_are_ordered_once_and_by_attempt() -> None:
     begins = {number: build_begin("j", f"w{number}", ticket, number) for number in (1, 2)}
 
     def add(attempt: int, number: int) -> list[tuple[int, int]]:
-        frame = Frame(DATA, attempt, number, worker=f"w{attempt}")
-        found = order.add(frame if number else begins[attempt])
+        kind = HEAD if number == 1 else DATA
+        frame = Frame(kind, attempt, number, worker=f"w{attempt}")
+        found = order.add(frame) if number else order.add_mark(begins[attempt])
         return [(each.attempt, each.number) for each in found]
 
     assert add(1, 1) == []
@@ -130,13 +131,13 @@ def test_frames_are_those_of_the_attempt_that_counts_in_the_stream() -> None:
     first, second = (build_begin("j", worker, ticket) for worker in ("w1", "w2"))
     # They arrived here in the other order.
     for frame in second, first:
-        assert order.add(frame) == [frame]
+        assert order.add_mark(frame) == [frame]
     chain = MarkChain("j", {ticket.public}).add_all([first, second])
     assert order.follow(chain) == [second] and order.follow(chain) == []
     end = Frame(END, 1, 2, worker="w2")
     chain.add(end)
     assert order.follow(chain) == [] and order.has_gap
-    data = Frame(DATA, 1, 1, worker="w2")
+    data = Frame(HEAD, 1, 1, worker="w2")
     assert order.add(data) == [data, end]
 
 

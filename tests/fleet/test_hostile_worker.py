@@ -14,13 +14,16 @@ from nats.aio.msg import Msg
 from nats.js.errors import Error as JetStreamError
 
 from clowder_aimage.errors import FormatError
-from clowder_aimage.fleet.frame import BEGIN, DATA, DEAD, END, FAILED, HEAD, LAST, RELEASED, Frame
+from clowder_aimage.fleet.frame import DATA, DEAD, END, ENDS, FAILED, HEAD, Frame
 from clowder_aimage.fleet.gateway.worker_response import read_answer_head, read_head, read_job_end
 from clowder_aimage.fleet.job import reader as job_reader
+from clowder_aimage.fleet.job.mark import JobTicket, MarkChain
 from clowder_aimage.fleet.job.reader import FrameOrder
 from clowder_aimage.fleet.job.request import ANSWER, PART, STATUS
 from clowder_aimage.fleet.link import WORKER, FleetLink
+from clowder_aimage.fleet.name import FleetNames
 from clowder_aimage.fleet.worker_registry import WorkerStatus
+from tests.fleet.attempt import build_begin
 from tests.fleet.fleet_run import FleetRun, ScriptedRole, prompt_as_picture
 from tests.fleet.hostile_message import HTML, VALUES, list_hostile_messages
 from tests.fleet.test_job_log import on_queue
@@ -97,11 +100,7 @@ CASES = (
     Case("large numbers", respond(OK), numbers=(1, 10**8, 10**8 + 1)),
     Case("numbers of ten digits", respond(OK), numbers=(1, 10**9, 10**9 + 1)),
     Case("another kind", (("xyz", b""), (END, b""))),
-    Case("no successor", ((FAILED, {"reason": "x"}),)),
-    Case("no successor of a released one", ((RELEASED, b""),)),
     Case("data after the failure", ((FAILED, b""), *respond(OK))),
-    Case("nothing", ()),
-    Case("half", ((HEAD, OK), (DATA, b"x"))),
     Case("a dead job", ((DEAD, {"status": 504, "code": "late", "message": "m"}),), 504),
     Case("a dead job with status 200", ((DEAD, {"status": 200, "code": "c", "message": "m"}),)),
     Case("a dead job without facts", ((DEAD, {}),)),
@@ -111,19 +110,17 @@ CASES = (
 )
 
 
-async def write(link: FleetLink, job: str, case: Case) -> None:
+async def write(link: FleetLink, job: str, ticket: JobTicket, case: Case) -> None:
     """Write the frames of a job as its worker, which then removes it from the queue."""
-    names = link.names
-    kinds = [(BEGIN, b"b"), *case.frames]
-    numbers = (0, *(case.numbers or range(1, len(kinds))))
+    names, begin = link.names, build_begin(job, "rogue", ticket)
+    await link.store(names.build_mark_subject("rogue", job), begin.data, begin.headers)
+    kinds = [*case.frames]
+    numbers = case.numbers or range(1, len(kinds) + 1)
     for number, (kind, data) in zip(numbers, kinds, strict=True):
         raw = data if isinstance(data, bytes) else json.dumps(data).encode()
         frame = Frame(kind, 1, number, raw, "rogue")
-        if kind in (BEGIN, RELEASED, FAILED, *LAST):
-            await link.store(names.build_mark_subject(job), raw, frame.headers)
-            await link.publish(names.build_log_subject(job), raw, frame.headers)
-        else:
-            await link.store(names.build_log_subject(job), raw, frame.headers)
+        build = names.build_mark_subject if kind in ENDS else names.build_log_subject
+        await link.store(build("rogue", job), raw, frame.headers)
     async for number, _ in link.read_messages(f"{names.fleet}.job.>", 0, names.jobs):
         # The gateway may have removed it.
         with contextlib.suppress(JetStreamError):
@@ -137,14 +134,19 @@ def test_a_client_gets_a_valid_response_or_502(play: Play, monkeypatch: pytest.M
 
     async def scene(fleet: FleetRun) -> None:
         role = ScriptedRole(prompt_as_picture)
-        async with fleet.gateway() as url, fleet.worker("w", role) as worker:
+        async with (
+            fleet.gateway() as url,
+            fleet.worker("w", role) as worker,
+            contextlib.AsyncExitStack() as stack,
+        ):
             worker.takes_jobs = False
             await fleet.know(url, 1)
+            gateway = await stack.enter_async_context(fleet.opened_gateway_link())
             for case in CASES:
                 body = {"model": "tiny", "prompt": "x"}
                 asking = fleet.session.post(f"{url}/v1/images/generations", json=body)
                 asked = asyncio.create_task(asking.__aenter__())
-                await write(worker._link, await on_queue(worker._link), case)
+                await write(gateway, *await on_queue(fleet), case)
                 answer = await asked
                 text = await answer.text()
                 assert answer.status == case.status, (case.name, text)
@@ -291,13 +293,16 @@ def test_a_head_is_valid_or_refused(read: Callable[[bytes], Any], valid: dict[st
             read(raw)
 
 
+SUBJECT = FleetNames().build_log_subject("w", "1")
+
+
 def test_a_frame_is_valid_or_refused() -> None:
     valid = Frame(DATA, 1, 1, b"x", "w", ("v",)).headers
     for field in valid:
         for value in map(str, VALUES):
             with contextlib.suppress(FormatError):
-                frame = Frame.parse({**valid, field: value}, None)
-                assert Frame.parse(frame.headers, None) == frame
+                frame = Frame.parse(SUBJECT, {**valid, field: value}, None)
+                assert Frame.parse(SUBJECT, frame.headers, None) == frame
     for headers in (
         None,
         {},
@@ -305,18 +310,22 @@ def test_a_frame_is_valid_or_refused() -> None:
         {**valid, "Aimage-Place": "１ 1"},
     ):
         with pytest.raises(FormatError):
-            Frame.parse(headers, b"x")
+            Frame.parse(SUBJECT, headers, b"x")
+    for subject in ("", "aimage.log.w", "aimage.log..1", "aimage.log.a b.1", "aimage.log.w.1.2"):
+        with pytest.raises(FormatError):
+            Frame.parse(subject, valid, b"x")
 
 
 def test_the_frames_of_a_job_have_a_largest_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """Frames that arrive too early, and those of earlier attempts, count."""
     monkeypatch.setattr(job_reader, "MAX_RESPONSE", 2000)
+    ticket = JobTicket.generate()
     for frames in (
-        (Frame(DATA, 1, number) for number in range(100, 110)),
-        (Frame(BEGIN, attempt, 0) for attempt in range(1, 11)),
-        (Frame(BEGIN, 1, 0, bytes([number])) for number in range(10)),
+        (Frame(DATA, 1, number, worker="w") for number in range(100, 110)),
+        (build_begin("j", "w", ticket, attempt) for attempt in range(2, 12)),
     ):
-        order = FrameOrder()
+        order = FrameOrder(MarkChain("j", {ticket.public}))
+        order.add_mark(build_begin("j", "w", ticket))
         with pytest.raises(FormatError, match="bytes"):
             for frame in frames:
-                order.add(frame)
+                _ = order.add(frame) if frame.kind == DATA else order.add_mark(frame)

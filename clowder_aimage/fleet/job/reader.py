@@ -73,7 +73,7 @@ class FrameOrder:
 
     def _put(self, frame: Frame) -> list[Frame]:
         if frame.kind == BEGIN and frame != self._begin:
-            self._begin, self._next, self._size = frame, 0, 0
+            self._begin, self._next = frame, 0
             self._early.clear()
         if self._begin is None or not frame.is_of(self._begin) or frame.number < self._next:
             return []
