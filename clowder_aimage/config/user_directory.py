@@ -25,8 +25,8 @@ _T = TypeVar("_T")
 SHARED_VARIABLES = tuple(
     f"AIMAGE_{name}"
     for name in (
-        "CONFIG ENHANCER FLEET HOST NATS NATS_CA NATS_CERT NATS_CREDS NATS_KEY NATS_NKEY STORE "
-        "STORE_SINGLE_WRITER TOKEN TOKEN_FILE TRUSTED_REALMS"
+        "CONFIG ENHANCER FLEET FLEET_KEY HOST NATS NATS_CA NATS_CERT NATS_CREDS NATS_KEY NATS_NKEY "
+        "SIGNING_KEY STORE STORE_SINGLE_WRITER TOKEN TOKEN_FILE TRUSTED_REALMS"
     ).split()
 )
 # Prefixes of the variables of a server, whose settings are an object of the configuration
@@ -142,6 +142,12 @@ def _resolve_state_file(name: str) -> Path | None:
     program = "aimage-state" if sys.platform == "darwin" else "aimage"
     directory = _resolve_platform_directory("XDG_STATE_HOME", ".local/state", program)
     return directory / name if directory else None
+
+
+def resolve_fleet_directory(fleet: str) -> Path | None:
+    """Return the directory of a fleet's keys, beside the configuration; None without a home."""
+    directory = _resolve_xdg_directory("XDG_CONFIG_HOME", ".config")
+    return directory / "aimage" / "fleet" / fleet if directory else None
 
 
 def find_config_file() -> Path | None:

@@ -210,12 +210,8 @@ class FleetLink:
                 raise self._reason
             await asyncio.sleep(0.02)
 
-    async def make(self, shape: FleetShape, timeout: float) -> list[str]:
-        """Make or change the streams; return the names of those that were made.
-
-        Raises NetworkError, UsageError.
-        """
-        end = asyncio.get_running_loop().time() + timeout
+    async def wait_until_connected(self, timeout: float) -> None:
+        """Wait until the server has accepted this program. Raises NetworkError, UsageError."""
         try:
             async with asyncio.timeout(timeout):
                 while not self._client.is_connected:
@@ -226,6 +222,14 @@ class FleetLink:
             raise self._reason or NetworkError(
                 f"NATS at {self._addresses} does not answer"
             ) from None
+
+    async def make(self, shape: FleetShape, timeout: float) -> list[str]:
+        """Make or change the streams; return the names of those that were made.
+
+        Raises NetworkError, UsageError.
+        """
+        end = asyncio.get_running_loop().time() + timeout
+        await self.wait_until_connected(timeout)
         self._check_server()
         left = end - asyncio.get_running_loop().time()
         retryer = tenacity.AsyncRetrying(

@@ -54,6 +54,7 @@ REMEDIES = {
     "export_to_pack": "export it, and pack the directory: aimage export {reference} DIR "
     "&& aimage create NAME DIR",
     "file_permissions": "check the permissions of the file and of its directories",
+    "fleet_key": "'aimage fleet init' prints it: give it with --fleet-key, or in AIMAGE_FLEET_KEY",
     "fleet_init": "prepare it with: aimage fleet init --fleet {fleet}",
     "https": "the registry may expect HTTPS: omit --plain-http; for a loopback host, use --ca-file "
     'or --insecure, or "plainHttp": false in the configuration',
@@ -105,10 +106,15 @@ REMEDIES = {
     "manifest: then push with --dialect container",
     "unclear_refusal": "the registry may refuse this type of manifest: push with "
     "--dialect container",
+    "replace_keys": "name the right root key with --root-key, or replace the key set with "
+    "'aimage fleet init --replace-keys': then all workers need the new --fleet-key",
     "repair": "repair the store first: aimage verify --repair",
     "repair_or_remove": "fetch it with 'aimage verify --repair', or: aimage rm {reference}",
     "repair_store": "if the copy in the store is damaged: aimage verify --repair",
     "require_tokens": "start the server with --token-file",
+    "root_key": "name its file with --root-key; 'aimage fleet init' makes one for a new fleet",
+    "signing_key": "name its file with --signing-key, or in AIMAGE_SIGNING_KEY; whoever has the "
+    "root key makes one: aimage fleet key add NAME --role {role} --output FILE",
     "single_writer": "if this host alone writes it, set AIMAGE_STORE_SINGLE_WRITER=true, or "
     "store.single_writer to true in the configuration; reading needs neither",
     "store_calls": "'aimage df' shows what the file system of the store lacks",

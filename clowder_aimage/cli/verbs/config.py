@@ -38,6 +38,7 @@ _VARIABLES = (
     *(
         "AIMAGE_ENHANCER",
         "AIMAGE_FLEET",
+        "AIMAGE_FLEET_KEY",
         "AIMAGE_HOST",
         "AIMAGE_NATS",
         "AIMAGE_NATS_CA",
@@ -45,6 +46,7 @@ _VARIABLES = (
         "AIMAGE_NATS_CREDS",
         "AIMAGE_NATS_KEY",
         "AIMAGE_NATS_NKEY",
+        "AIMAGE_SIGNING_KEY",
         "AIMAGE_TOKEN",
         "AIMAGE_TOKEN_FILE",
         "AIMAGE_TRUSTED_REALMS",

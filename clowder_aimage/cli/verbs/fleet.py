@@ -2,111 +2,35 @@
 
 from __future__ import annotations
 
-import logging
-import os
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from clowder_aimage.cli.console.example import examples
-from clowder_aimage.cli.console.option import VerbGroup, common_options, needs, options, parse_with
+from clowder_aimage.cli.console.fleet_access import (
+    PATIENCE,
+    fleet_key_option,
+    fleet_options,
+    nats_option,
+    open_authority,
+    open_bucket,
+    root_key_option,
+    run_with_link,
+    signing_key_option,
+)
+from clowder_aimage.cli.console.option import VerbGroup, common_options, needs, parse_with
 from clowder_aimage.cli.console.output import format_count, format_size, format_table, print_result
-from clowder_aimage.errors import NetworkError, UsageError
+from clowder_aimage.cli.verbs.fleet_key import key
+from clowder_aimage.cli.verbs.fleet_user import user
 
 if TYPE_CHECKING:
-    from clowder_aimage.fleet.link import FleetAccess, FleetLink
+    from clowder_aimage.fleet.key import KeySet
+    from clowder_aimage.fleet.link import FleetLink
 
-# Seconds for the connection.
-PATIENCE = 10.0
-_T = TypeVar("_T")
 _Json = Mapping[str, Any]
-
-
-_FILE = click.Path(dir_okay=False, path_type=Path)
-ACCESS = ("fleet", "nats_creds", "nats_nkey", "nats_ca", "nats_cert", "nats_key")
-
-fleet_options = options(
-    click.option(
-        "--fleet",
-        metavar="NAME",
-        envvar="AIMAGE_FLEET",
-        help="Name of the fleet on its NATS server. [env: AIMAGE_FLEET; default: aimage]",
-    ),
-    click.option(
-        "--nats-creds",
-        type=_FILE,
-        envvar="AIMAGE_NATS_CREDS",
-        help="File of NATS credentials. [env: AIMAGE_NATS_CREDS]",
-    ),
-    click.option(
-        "--nats-nkey",
-        type=_FILE,
-        envvar="AIMAGE_NATS_NKEY",
-        help="File with the seed of an nkey. [env: AIMAGE_NATS_NKEY]",
-    ),
-    click.option(
-        "--nats-ca",
-        type=_FILE,
-        envvar="AIMAGE_NATS_CA",
-        help="PEM file of the CA of the NATS server. [env: AIMAGE_NATS_CA]",
-    ),
-    click.option(
-        "--nats-cert",
-        type=_FILE,
-        envvar="AIMAGE_NATS_CERT",
-        help="PEM file of the client certificate for NATS. [env: AIMAGE_NATS_CERT]",
-    ),
-    click.option(
-        "--nats-key",
-        type=_FILE,
-        envvar="AIMAGE_NATS_KEY",
-        help="PEM file of its key. [env: AIMAGE_NATS_KEY]",
-    ),
-)
-nats_option = click.option(
-    "--nats",
-    metavar="URL",
-    help="Server of the fleet, such as nats://nats.example.com; several with commas. "
-    "[env: AIMAGE_NATS]",
-)
-
-
-def resolve_nats_servers(servers: str | None) -> str:
-    """Return the servers that were named, else those of AIMAGE_NATS. Raises UsageError."""
-    servers = servers or os.environ.get("AIMAGE_NATS")
-    if not servers:
-        hint = "name one with --nats nats://HOST, or in AIMAGE_NATS"
-        raise UsageError("no NATS server was named", hint=hint)
-    return servers
-
-
-def build_fleet_access(nats: str, chosen: Mapping[str, Any]) -> FleetAccess:
-    """Return the access to a fleet by the servers ``nats`` and the options. Raises UsageError."""
-    from clowder_aimage.fleet.link import FleetAccess
-    from clowder_aimage.fleet.name import DEFAULT_FLEET, FleetNames
-
-    servers = tuple(
-        server if "://" in server else f"nats://{server}"
-        for server in filter(None, map(str.strip, nats.split(",")))
-    )
-    try:
-        names = FleetNames(chosen.get("fleet") or DEFAULT_FLEET)
-    except ValueError as error:
-        raise UsageError(f"--fleet: {error}") from None
-    if bool(chosen.get("nats_cert")) != bool(chosen.get("nats_key")):
-        raise UsageError("--nats-cert and --nats-key belong together")
-    certificate = chosen.get("nats_cert")
-    return FleetAccess(
-        servers,
-        names,
-        creds=chosen.get("nats_creds"),
-        nkey=chosen.get("nats_nkey"),
-        ca_file=chosen.get("nats_ca"),
-        certificate=(certificate, chosen["nats_key"]) if certificate else None,
-    )
 
 
 def _parse_duration(text: str) -> float:
@@ -124,6 +48,10 @@ def _parse_size(text: str) -> int:
 @click.group(cls=VerbGroup, short_help="Prepare and observe a fleet of workers.")
 def fleet() -> None:
     """Prepare and observe a fleet: workers that take jobs from a queue in NATS JetStream."""
+
+
+fleet.add_command(key)
+fleet.add_command(user)
 
 
 @examples(
@@ -155,23 +83,60 @@ def fleet() -> None:
     callback=parse_with(_parse_size),
     help="Maximum size of results that are kept; a fourth of it more for jobs, and for files.",
 )
+@root_key_option
+@click.option("--keys-only", is_flag=True, help="Only make the keys, without a NATS server.")
+@click.option(
+    "--replace-keys",
+    is_flag=True,
+    help="Replace a key set of another root key: all workers need the new key.",
+)
 @fleet_options
-def init(nats: str | None, replicas: int, keep: float, max_bytes: int, **chosen: Any) -> None:
-    """Make the streams of a fleet on its NATS server, or change them to these options.
+def init(
+    nats: str | None,
+    replicas: int,
+    keep: float,
+    max_bytes: int,
+    root_key: Path | None,
+    keys_only: bool,
+    replace_keys: bool,
+    **chosen: Any,
+) -> None:
+    """Make the streams and the keys of a fleet, or change the streams to these options.
 
-    Jobs and results in the streams stay.
+    Jobs and results in the streams stay. Keys are made if there are none: the root key, and signing
+    keys of an operator and of gateways, in fleet/NAME/ beside the configuration of this user. The
+    public root key is printed: workers and gateways on other machines need it (--fleet-key).
     """
     with needs("a fleet", "worker,fleet"):
         from clowder_aimage.fleet.stream import FleetShape
+    authority = open_authority(chosen, root_key)
+    if keys_only:
+        root, _ = authority.make_keys()
+        directory = authority.directory.path
+        print_result(
+            {"fleet": authority.names.fleet, "root": root.public, "directory": str(directory)},
+            [f"the keys are in {directory}", *_format_root(root.public)],
+        )
+        return
     shape = FleetShape(replicas=replicas, keep=keep, max_bytes=max_bytes)
 
-    async def make(link: FleetLink) -> list[str]:
-        return await link.make(shape, PATIENCE)
+    async def make(link: FleetLink) -> tuple[list[str], KeySet | None]:
+        created = await link.make(shape, PATIENCE)
+        return created, await authority.init(await open_bucket(link), replaces=replace_keys)
 
-    created = _run(nats, chosen, make, is_ready=False)
-    name = chosen.get("fleet") or "aimage"
+    created, key_set = run_with_link(nats, chosen, make, is_ready=False)
+    name = authority.names.fleet
     text = f"made {', '.join(created)}" if created else f"the fleet {name} is as it should be"
-    print_result({"fleet": name, "made": created}, text)
+    root_public = authority.read_root().public if key_set is not None else None
+    advice = _format_root(root_public) if root_public else ["its root key is on another machine"]
+    print_result({"fleet": name, "made": created, "root": root_public}, [text, *advice])
+
+
+def _format_root(public: str) -> list[str]:
+    return [
+        f"the public root key is {public}",
+        "workers and gateways on other machines need it: --fleet-key, or AIMAGE_FLEET_KEY",
+    ]
 
 
 @examples("aimage fleet status --nats nats://nats.example.com")
@@ -188,7 +153,7 @@ def status(nats: str | None, **chosen: Any) -> None:
 
         return asdict(await FleetStatus(link, await read_workers(link)).read())
 
-    fleet_status = _run(nats, chosen, read)
+    fleet_status = run_with_link(nats, chosen, read)
     print_result(fleet_status, format_status(fleet_status))
 
 
@@ -197,6 +162,8 @@ def status(nats: str | None, **chosen: Any) -> None:
 @fleet.command(short_help="Let a worker end its work and take no more.")
 @click.argument("worker")
 @click.option("--undo", is_flag=True, help="Let the worker take jobs again.")
+@signing_key_option
+@fleet_key_option
 @nats_option
 @fleet_options
 def drain(worker: str, undo: bool, nats: str | None, **chosen: Any) -> None:
@@ -210,42 +177,13 @@ def drain(worker: str, undo: bool, nats: str | None, **chosen: Any) -> None:
 
         return await give_order(link, worker, "resume" if undo else "drain")
 
-    worker_status = _run(nats, chosen, order)
+    worker_status = run_with_link(nats, chosen, order, role="operator")
     verb = (
         "takes jobs"
         if undo
         else f"takes no more jobs; {format_count(worker_status['running'], 'job')} left"
     )
     print_result(worker_status, f"{worker} {verb}")
-
-
-def _run(
-    nats: str | None,
-    chosen: _Json,
-    work: Callable[[FleetLink], Awaitable[_T]],
-    *,
-    is_ready: bool = True,
-) -> _T:
-    """Return the result of ``work`` with a connection. Raises AImageError."""
-    # Late: serve and node import this module.
-    import asyncio
-
-    with needs("a fleet", "worker,fleet"):
-        from clowder_aimage.fleet.link import LOST, OPERATOR, FleetLink
-    # The errors that it logs are raised, too.
-    logging.getLogger("aimage").addHandler(logging.NullHandler())
-    link = FleetLink(build_fleet_access(resolve_nats_servers(nats), chosen), OPERATOR)
-
-    async def run() -> _T:
-        async with link.open():
-            if is_ready:
-                await link.wait_until_ready(PATIENCE)
-            return await work(link)
-
-    try:
-        return asyncio.run(run())
-    except LOST as error:
-        raise NetworkError(f"NATS did not answer: {error!r}") from None
 
 
 def format_status(status: _Json) -> list[str]:

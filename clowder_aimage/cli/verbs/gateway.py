@@ -10,6 +10,15 @@ from typing import Any
 import click
 
 from clowder_aimage.cli.console.example import examples
+from clowder_aimage.cli.console.fleet_access import (
+    ACCESS,
+    build_fleet_access,
+    fleet_key_option,
+    fleet_options,
+    nats_option,
+    resolve_nats_servers,
+    signing_key_option,
+)
 from clowder_aimage.cli.console.option import (
     daemon_connection_options,
     get_settings,
@@ -19,13 +28,6 @@ from clowder_aimage.cli.console.option import (
 )
 from clowder_aimage.cli.console.output import print_result
 from clowder_aimage.cli.console.remedy import format_advice
-from clowder_aimage.cli.verbs.fleet import (
-    ACCESS,
-    build_fleet_access,
-    fleet_options,
-    nats_option,
-    resolve_nats_servers,
-)
 from clowder_aimage.cli.verbs.serve import allow_origin_option, listening_options, spell
 from clowder_aimage.config.user_directory import find_config_file
 from clowder_aimage.oci import Digest, Reference
@@ -45,6 +47,8 @@ from clowder_aimage.oci import Digest, Reference
     help="Maximum number of jobs that wait in this gateway. [default: 1000]",
 )
 @click.option("--deadline", metavar="DURATION", help="Time limit of a job. [default: none]")
+@signing_key_option
+@fleet_key_option
 @fleet_options
 @daemon_connection_options
 def gateway(**options: Any) -> None:
@@ -70,7 +74,7 @@ def gateway(**options: Any) -> None:
 
     access_options = {name: options.pop(name) for name in tuple(options) if name in ACCESS}
     config, _ = gather(GatewaySettings, options, find_config_file(), spell)
-    access = build_fleet_access(resolve_nats_servers(config.nats), access_options)
+    access = build_fleet_access(resolve_nats_servers(config.nats), access_options, GATEWAY)
     chosen = get_settings()
     start_traces()
     log.configure(config.log_format, "warning" if chosen.quiet else config.log_level)

@@ -15,6 +15,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from clowder_aimage.cli.console.example import examples
+from clowder_aimage.cli.console.fleet_access import (
+    ACCESS,
+    build_fleet_access,
+    fleet_key_option,
+    fleet_options,
+)
 from clowder_aimage.cli.console.option import (
     daemon_connection_options,
     get_settings,
@@ -26,7 +32,6 @@ from clowder_aimage.cli.console.option import (
 )
 from clowder_aimage.cli.console.output import print_result
 from clowder_aimage.cli.console.remedy import format_advice
-from clowder_aimage.cli.verbs.fleet import ACCESS, build_fleet_access, fleet_options
 from clowder_aimage.config.user_directory import find_config_file
 from clowder_aimage.errors import UsageError
 
@@ -287,6 +292,7 @@ allow_origin_option = click.option(
     metavar="NAME",
     help="Name in the fleet, which no other worker has. [default: the machine's, with the port]",
 )
+@fleet_key_option
 @fleet_options
 @click.option("--node", "is_node", is_flag=True, help="Also run a node: see 'aimage node'.")
 @node_options
@@ -305,7 +311,7 @@ def serve(aliases: tuple[str, ...], is_node: bool, opens: bool, **options: Any) 
         from clowder_aimage.node.settings import NodeSettings
 
     node_values = {name: options.pop(name) for name in NODE_OPTIONS}
-    access_options = {name: options.pop(name) for name in ACCESS}
+    access_options = {name: options.pop(name) for name in ACCESS if name in options}
     if not is_node and (odd := next((key for key, value in node_values.items() if value), None)):
         raise UsageError(f"{spell(odd)} requires --node")
     options["aliases"] = ",".join(aliases) or None
@@ -316,7 +322,11 @@ def serve(aliases: tuple[str, ...], is_node: bool, opens: bool, **options: Any) 
     access = None
     if config.join:
         with needs("a worker of a fleet", "worker,fleet"):
-            access = build_fleet_access(config.join, access_options)
+            from clowder_aimage.fleet.permission import WORKER, is_worker_name
+
+            access = build_fleet_access(config.join, access_options, WORKER)
+        if config.worker_name and not is_worker_name(config.worker_name):
+            raise UsageError(f"--worker-name: a worker may not be named {config.worker_name!r}")
     run_server(config, node, access, opens=opens)
 
 
