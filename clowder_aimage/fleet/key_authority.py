@@ -1,4 +1,4 @@
-"""Whoever has the root key of a fleet: makes its keys, and publishes its key set."""
+"""The use of the root key of a fleet: keys are made, and key sets published."""
 
 from __future__ import annotations
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from nats.js import JetStreamContext
 from nats.js.errors import BucketNotFoundError, KeyNotFoundError, KeyWrongLastSequenceError
@@ -14,6 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from clowder_aimage.errors import FormatError, NotFoundError, UsageError
 from clowder_aimage.fleet.key import SIGNER, SignerKey, decode_public_key
+from clowder_aimage.fleet.key_files import check_no_seed
 from clowder_aimage.fleet.name import KEY_SET, FleetNames
 
 Keys = tuple[SignerKey, ...]
@@ -22,6 +22,7 @@ _KEY = TypeAdapter(SignerKey)
 
 def build_key(name: str, role: str, public: str) -> SignerKey:
     """Return a key. Raises UsageError: a value is not valid."""
+    check_no_seed(public)
     try:
         decode_public_key(public, SIGNER)
         # Only JSON is converted by strict types.
@@ -37,8 +38,8 @@ def add_key(keys: Keys, key: SignerKey) -> Keys:
     """Return the keys with another one. Raises UsageError."""
     for other in keys:
         if other.name == key.name:
-            hint = f"to replace it: aimage fleet key rotate {key.name}"
-            raise UsageError(f"the fleet has a key with the name {key.name!r}", hint=hint)
+            message = f"the fleet has a key with the name {key.name!r}"
+            raise UsageError(message, remedy="rotate_key", name=key.name)
         if other.public == key.public:
             raise UsageError(f"the fleet has this key as {other.name!r}")
     return (*keys, key)
@@ -81,11 +82,11 @@ def choose_name(keys: Keys, role: str) -> str:
     )
 
 
-@dataclass(frozen=True, slots=True)
 class KeyBucket:
     """The bucket of the key set of a fleet."""
 
-    _bucket: KeyValue
+    def __init__(self, bucket: KeyValue) -> None:
+        self._bucket = bucket
 
     @classmethod
     async def open(cls, js: JetStreamContext, names: FleetNames) -> KeyBucket:
@@ -111,4 +112,4 @@ class KeyBucket:
             await self._bucket.update(KEY_SET, raw, last=revision)
         except KeyWrongLastSequenceError:
             message = "the key set was changed by another program meanwhile"
-            raise UsageError(message, hint="look at it with 'aimage fleet key list'") from None
+            raise UsageError(message, remedy="list_keys") from None

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import stat
 from pathlib import Path
 
 from clowder_aimage.content.atomic_file import write_all, write_file
 from clowder_aimage.content.open_directory import OpenDirectory
 from clowder_aimage.document.optional_file import warn
-from clowder_aimage.errors import FormatError, StoreError, UsageError
+from clowder_aimage.errors import ContentError, FormatError, StoreError, UsageError
 from clowder_aimage.fleet.key import ROOT, FleetKey, KeySet, decode_public_key
 
 _MAX_SEED = 4096
+_SEED = re.compile(r"S[A-Z2-7]{57}")
 
 
 class KeyDirectory:
@@ -41,7 +43,7 @@ class KeyDirectory:
 
     def read_copy(self, root: str, fleet: str) -> KeySet | None:
         """Return the last key set that was published from here, if it is of that root key."""
-        with contextlib.suppress(OSError, FormatError):
+        with contextlib.suppress(OSError, ContentError):
             return KeySet.decode((self.path / "keys.json").read_bytes(), root, fleet)
         return None
 
@@ -95,6 +97,7 @@ def read_public_root_key(text: str) -> str:
 
     Raises UsageError.
     """
+    check_no_seed(text)
     if not text.startswith("O") or len(text) != 56:
         try:
             text = Path(text).read_bytes()[:_MAX_SEED].decode("ascii", "replace").strip()
@@ -102,11 +105,18 @@ def read_public_root_key(text: str) -> str:
             reason = getattr(error, "strerror", None) or error
             message = f"{text[:200]} is neither a public root key (O...) nor a file: {reason}"
             raise UsageError(message) from None
+    check_no_seed(text)
     try:
         decode_public_key(text, ROOT)
     except FormatError as error:
         raise UsageError(error.message) from None
     return text
+
+
+def check_no_seed(text: str) -> None:
+    """Raise UsageError for a seed in the place of a public key: messages would repeat it."""
+    if _SEED.fullmatch(text):
+        raise UsageError("this is a seed, which is secret: a public key is needed (O... or U...)")
 
 
 def _make_directory(path: Path) -> None:

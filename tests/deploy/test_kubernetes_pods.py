@@ -215,7 +215,7 @@ def test_every_option_is_accepted_by_the_program() -> None:
 
 def test_the_worker_accepts_every_value() -> None:
     pytest.importorskip("pydantic", reason="pydantic is not installed")
-    from clowder_aimage.cli.verbs.fleet import ACCESS
+    from clowder_aimage.cli.console.fleet_access import ACCESS
     from clowder_aimage.cli.verbs.gateway import gateway as gateway_verb
     from clowder_aimage.cli.verbs.serve import serve
     from clowder_aimage.engine.settings import Settings, gather

@@ -1,4 +1,4 @@
-"""What each role of a fleet may publish and hear: a table in words, and all subjects.
+"""The subjects that each role of a fleet may publish to and hear, and a table in words.
 
 ``python -m tests.fleet.role_matrix`` writes ``role_matrix.txt`` and the tables in the guides.
 ``test_role_matrix.py`` compares them with what a real server refuses.

@@ -180,7 +180,8 @@ def test_the_verbs_show_and_drain_workers(live: LiveFleet) -> None:
     until(lambda: address in str(live.gateway.get("/v1/fleet")))
     shown = live.here("fleet", "status", *nats).out
     assert "w3" in shown and "ready" in shown
-    assert live.here("fleet", "init", *nats).out == "the fleet live is as it should be\n"
+    said = live.here("fleet", "init", *nats).out
+    assert said.startswith("the fleet live is as it should be\n")
     live.here("fleet", "drain", "w3", *nats)
     assert live.status("w3")["is_draining"]
     for _ in range(3):

@@ -13,7 +13,7 @@ import pytest
 import trustme
 from nats.errors import TimeoutError as NatsTimeoutError
 
-from clowder_aimage.cli.verbs import fleet as verb
+from clowder_aimage.cli.console import fleet_access
 from clowder_aimage.errors import NetworkError
 from clowder_aimage.fleet.link import GATEWAY, OPERATOR, WORKER, FleetLink
 from clowder_aimage.fleet.name import FleetNames
@@ -83,7 +83,7 @@ def test_a_fleet_with_tls_certificates_of_clients_and_nkeys(
         assert "aimage-jobs" in here("fleet", "init", "--max-bytes", "64MiB", *operator).out
         assert "max_file_store" in here("fleet", "init", *operator, code=2).err  # 8 GiB of 1
 
-        monkeypatch.setattr(verb, "PATIENCE", 1.0)
+        monkeypatch.setattr(fleet_access, "PATIENCE", 1.0)
 
         def refused(code: int, *options: Any) -> str:
             return here("fleet", "status", *options, code=code).err

@@ -16,8 +16,8 @@ from tests.process import Aimage, Done
 
 pytest.importorskip("pydantic", reason="pydantic is not installed")
 
+from clowder_aimage.cli.console.fleet_access import ACCESS
 from clowder_aimage.cli.verbs.config import MASK, mask_secret
-from clowder_aimage.cli.verbs.fleet import ACCESS
 from clowder_aimage.cli.verbs.registry import serve as serve_registry
 from clowder_aimage.cli.verbs.serve import NODE_OPTIONS, serve, spell
 from clowder_aimage.config.user_directory import SHARED_VARIABLES, list_server_variables

@@ -96,6 +96,7 @@ REMEDIES = {
     "'aimage attach --get' writes the files of an attachment",
     "nothing_to_convert": "give --quantize, --dtype or both",
     "other_store": "to change that store: aimage --store {root} {verb} {reference}",
+    "list_keys": "look at it, and repeat the change: aimage fleet key list",
     "plain_http": "the registry may expect HTTP: use --plain-http",
     "pull_index": "to pull all of it: aimage pull {reference} --whole",
     "pull_whole": "to pull all of them: aimage pull --whole {reference}",
@@ -113,8 +114,11 @@ REMEDIES = {
     "repair_store": "if the copy in the store is damaged: aimage verify --repair",
     "require_tokens": "start the server with --token-file",
     "root_key": "name its file with --root-key; 'aimage fleet init' makes one for a new fleet",
+    "add_signing_key": "whoever has the root key adds it: aimage fleet key add NAME --role {role} "
+    "--public {public}",
     "signing_key": "name its file with --signing-key, or in AIMAGE_SIGNING_KEY; whoever has the "
     "root key makes one: aimage fleet key add NAME --role {role} --output FILE",
+    "rotate_key": "to replace it: aimage fleet key rotate {name}",
     "single_writer": "if this host alone writes it, set AIMAGE_STORE_SINGLE_WRITER=true, or "
     "store.single_writer to true in the configuration; reading needs neither",
     "store_calls": "'aimage df' shows what the file system of the store lacks",
