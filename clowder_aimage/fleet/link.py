@@ -377,8 +377,8 @@ class FleetLink:
         self.verifier.key_set = key_set
         if signer is not None and key_set.find(signer.public, self._kind) is None:
             message = f"the key set of the fleet does not have the key of this {self._kind}"
-            hint = f"add it: aimage fleet key add NAME --role {self._kind} --public {signer.public}"
-            raise UsageError(message, hint=hint)
+            facts = {"role": self._kind, "public": signer.public}
+            raise UsageError(message, remedy="add_signing_key", **facts)
 
     def _check_server(self) -> None:
         """Raise UsageError if the server is too old, or accepts only short messages."""

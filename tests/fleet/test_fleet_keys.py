@@ -49,7 +49,10 @@ CHANGES: dict[str, tuple[Callable[[Keys], Keys], list[str]]] = {
     ),
 }
 REFUSED: dict[str, tuple[Callable[[Keys], object], str]] = {
-    "a name twice": (lambda keys: add_key(keys, build_key("gateway", "gateway", C)), "rotate"),
+    "a name twice": (
+        lambda keys: add_key(keys, build_key("gateway", "gateway", C)),
+        "the name 'gateway'",
+    ),
     "a key twice": (lambda keys: add_key(keys, build_key("g2", "gateway", A)), "as 'gateway'"),
     "rotated to a key that is there": (lambda keys: rotate_key(keys, "gateway", B), "'operator'"),
     "no such name": (lambda keys: remove_key(keys, "g2"), "no key with the name 'g2'"),
