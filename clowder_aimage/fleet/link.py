@@ -37,6 +37,7 @@ from clowder_aimage.errors import (
 from clowder_aimage.fleet.frame import Frame
 from clowder_aimage.fleet.key import FleetKey, KeySet
 from clowder_aimage.fleet.name import KEY_SET, FleetNames
+from clowder_aimage.fleet.permission import build_inbox_prefix
 from clowder_aimage.fleet.server_clock import ServerClock
 from clowder_aimage.fleet.signature import MessageSigner, MessageVerifier
 from clowder_aimage.fleet.stream import FleetShape, describe_differences
@@ -170,7 +171,7 @@ class FleetLink:
     def __init__(self, access: FleetAccess, kind: str, name: str = "") -> None:
         self.names, self._access = access.names, access
         self._kind, self._name = kind, f"aimage-{kind}-{name}"
-        self._inbox = f"_INBOX_{kind}_{name}" if kind == WORKER else f"_INBOX_{kind}"
+        self._inbox = build_inbox_prefix(kind, name if kind == WORKER else "")
         self._clock = ServerClock()
         self.verifier = MessageVerifier(self.names.fleet, self._clock.now)
         self._signer: MessageSigner | None = None

@@ -128,9 +128,9 @@ def _build_gateway_permissions(names: FleetNames) -> Permissions:
 def _build_operator(names: FleetNames) -> Permissions:
     return Permissions(
         publish=(
+            # All fleets of the account
             "$JS.API.>",
-            _key(names.workers, ">"),
-            _key(names.keys, ">"),
+            "$KV.>",
             names.build_control_subject("*"),
         ),
         subscribe=(f"{build_inbox_prefix(OPERATOR)}.>",),

@@ -108,6 +108,7 @@ METRICS = (
     Metric("aimage_fleet_given_up", "gauge", on_node=False),
     Metric("aimage_fleet_deliveries_total", "counter", on_node=False),
     Metric("aimage_fleet_retries_total", "counter", on_node=False),
+    Metric("aimage_fleet_rejected_total", "counter", ("kind",), on_node=False),
     Metric(
         "aimage_fleet_job_duration_seconds", "histogram", ("priority", "outcome"), on_node=False
     ),

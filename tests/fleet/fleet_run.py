@@ -39,6 +39,8 @@ from tests.wait import PATIENCE, until, until_async
 
 Answer = Callable[[Request, dict[str, Any]], Awaitable[web.StreamResponse]]
 PICTURES = "/v1/images/generations"
+# The worker of the shipped configuration of NATS.
+SHIPPED_WORKER = "worker-1"
 
 
 def free_port() -> int:
@@ -134,7 +136,8 @@ class FleetRun:
 
     def access_of(self, kind: str) -> FleetAccess:
         """Return the access of a gateway, a worker or an operator."""
-        user = f"{self.tenant}{kind}:{self.passwords[kind]}@" if self.passwords else ""
+        name = SHIPPED_WORKER if kind == WORKER else kind
+        user = f"{self.tenant}{name}:{self.passwords[kind]}@" if self.passwords else ""
         urls = (self.url or self.nats.url).replace("nats://", f"nats://{user}")
         return FleetAccess(
             tuple(urls.split(",")),

@@ -7,18 +7,17 @@ import contextlib
 import itertools
 from collections.abc import AsyncIterator
 from functools import partial
+from pathlib import Path
 
 from clowder_aimage.api.service import Service
 from clowder_aimage.fleet.gateway.metric import GatewayMetrics
 from clowder_aimage.fleet.gateway.role import GatewayRole
 from clowder_aimage.fleet.joined_worker import JoinedWorker, WorkerIdentity
-from clowder_aimage.fleet.link import GATEWAY, OPERATOR, WORKER, FleetAccess, FleetLink
-from clowder_aimage.fleet.name import FleetNames
-from clowder_aimage.fleet.stream import FleetShape
+from clowder_aimage.fleet.link import WORKER, FleetLink
 from clowder_aimage.http.local_call import LocalCalls
 from clowder_aimage.http.route import Role
 from clowder_aimage.oci import Digest, Reference
-from tests.fleet.fleet_run import Nats
+from tests.fleet.fleet_run import FleetRun, Nats
 from tests.wait import PATIENCE, until_async
 
 _numbers = itertools.count()
@@ -27,14 +26,12 @@ _numbers = itertools.count()
 @contextlib.asynccontextmanager
 async def gateway_before(nats: Nats, service: Service, own: Role) -> AsyncIterator[GatewayRole]:
     """Yield a gateway of a fleet whose only worker is ``service``, with the role ``own``."""
-    access = FleetAccess((nats.url,), FleetNames(f"before{next(_numbers)}"))
-    operator = FleetLink(access, OPERATOR)
-    async with operator.open():
-        await operator.make(FleetShape(max_bytes=256 << 20), 30)
-    link = FleetLink(access, WORKER, "w1")
+    fleet = FleetRun(nats, Path(), f"before{next(_numbers)}")
+    await fleet.make(max_bytes=256 << 20)
+    link = FleetLink(fleet.access_of(WORKER), WORKER, "w1")
     joined = JoinedWorker(link, service, LocalCalls(own), WorkerIdentity("w1"))
     resolve = partial(_resolve, service)
-    gateway = GatewayRole(FleetLink(access, GATEWAY), GatewayMetrics(), resolve=resolve)
+    gateway = GatewayRole(fleet.gateway_link(), GatewayMetrics(), resolve=resolve)
     async with joined.running(), gateway.running():
         await link.wait_until_ready(PATIENCE)
         await until_async(lambda: gateway._watch.workers.list_statuses())

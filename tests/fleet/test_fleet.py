@@ -36,6 +36,7 @@ from clowder_aimage.http.response_writer import ResponseWriter
 from clowder_aimage.http.route import ADMIN, Role, Route, SharedRoute
 from tests.fleet.attempt import begin, build_begin
 from tests.fleet.fleet_run import (
+    SHIPPED_WORKER,
     PICTURES,
     FleetRun,
     Nats,
@@ -751,7 +752,7 @@ def test_the_shipped_configuration_allows_what_a_fleet_does(
 
     async def scene(fleet: FleetRun) -> None:
         role = ScriptedRole(prompt_as_picture)
-        async with fleet.gateway() as url, fleet.worker("w1", role):
+        async with fleet.gateway() as url, fleet.worker(SHIPPED_WORKER, role):
             await fleet.know(url, 1)
             key = {"headers": {"Idempotency-Key": "k"}}
             for _ in range(2):
@@ -764,7 +765,7 @@ def test_the_shipped_configuration_allows_what_a_fleet_does(
             link = fleet.operator()
             async with link.open():
                 await link.wait_until_ready(PATIENCE)
-                assert (await give_order(link, "w1", "drain"))["is_draining"]
+                assert (await give_order(link, SHIPPED_WORKER, "drain"))["is_draining"]
 
     try:
         play(scene, own, name="aimage", passwords=passwords)

@@ -17,7 +17,7 @@ from clowder_aimage.cli.console import fleet_access
 from clowder_aimage.errors import NetworkError
 from clowder_aimage.fleet.link import GATEWAY, OPERATOR, WORKER, FleetLink
 from clowder_aimage.fleet.name import FleetNames
-from tests.fleet.fleet_run import FleetRun, Nats, ScriptedRole, prompt_as_picture
+from tests.fleet.fleet_run import SHIPPED_WORKER, FleetRun, Nats, ScriptedRole, prompt_as_picture
 from tests.fleet.nats_config import Key, account, creds_file, shipped
 from tests.process import Aimage
 from tests.store import copy_store
@@ -69,7 +69,8 @@ def test_a_fleet_with_tls_certificates_of_clients_and_nkeys(
     for kind, key in keys.items():
         old = f"password: $AIMAGE_{kind.upper()}_PASSWORD"
         assert text.count(old) == 1
-        text = text.replace(f"user: {kind}", f"nkey: {key.public}").replace(old, "")
+        user = SHIPPED_WORKER if kind == WORKER else kind
+        text = text.replace(f"user: {user}", f"nkey: {key.public}").replace(old, "")
     files = {"cert_file": "server.pem", "key_file": "server.key", "ca_file": "ca.pem"}
     lines = "".join(f'{name}: "{tmp_path / file}"\n' for name, file in files.items())
     with server(tmp_path, f"{text}\ntls {{\n{lines}verify: true\n}}\n") as own:
@@ -110,12 +111,12 @@ def test_a_fleet_with_tls_certificates_of_clients_and_nkeys(
         gateway_key = ("--nats-nkey", tmp_path / "gateway.nk")
         worker_key = ("--nats-nkey", tmp_path / "worker.nk")
         gateway = begin(here, *whole, *gateway_key, verb="gateway")
-        join = ("--join", url, *trust, *client, *worker_key, "--worker-name", "w1")
+        join = ("--join", url, *trust, *client, *worker_key, "--worker-name", SHIPPED_WORKER)
         worker = begin(here, *join)
         try:
             until(lambda: gateway.get("/v1/fleet")["workers"], "the worker")
             shown = here("fleet", "status", *operator).out
-            assert "w1" in shown and "ready" in shown
+            assert SHIPPED_WORKER in shown and "ready" in shown
         finally:
             worker.end()
             gateway.end()
@@ -148,7 +149,7 @@ def test_credentials_of_an_operator_select_the_tenant(play: Play, tmp_path: Path
 
     async def scene(fleet: FleetRun) -> None:
         role = ScriptedRole(prompt_as_picture)
-        async with fleet.gateway() as url, fleet.worker("w1", role):
+        async with fleet.gateway() as url, fleet.worker(SHIPPED_WORKER, role):
             await fleet.know(url, 1)
             assert (await fleet.ask(url, "a cat", seed=1))[0] == 200
             fleet.creds = files["other"]
@@ -176,7 +177,7 @@ def test_a_tenant_neither_reads_nor_writes_another_s_jobs(
         await other.make()
         async with (
             fleet.gateway() as url,
-            fleet.worker("w1", role),
+            fleet.worker(SHIPPED_WORKER, role),
             other.gateway() as other_url,
         ):
             await fleet.know(url, 1)
@@ -190,7 +191,7 @@ def test_a_tenant_neither_reads_nor_writes_another_s_jobs(
             async with link.open(), curious.open():
                 await link.wait_until_ready(PATIENCE)
                 await curious.wait_until_ready(PATIENCE)
-                await curious.client.subscribe(link.names.build_log_subject("*"), cb=hear)
+                await curious.client.subscribe(link.names.build_log_subject("*", "*"), cb=hear)
                 await curious.client.subscribe(f"$KV.{link.names.workers}.>", cb=hear)
                 await curious.client.flush()
                 key = {"headers": {"Idempotency-Key": "k"}}
@@ -201,7 +202,7 @@ def test_a_tenant_neither_reads_nor_writes_another_s_jobs(
                     info = await link.streams.stream_info(name)
                     assert info.state.last_seq == 0
                 assert not heard
-                async with other.worker("w1", strange):
+                async with other.worker(SHIPPED_WORKER, strange):
                     await other.know(other_url, 1)
                     assert (await other.ask(other_url, "mine", seed=2, **key))[0] == 200
                 assert (role.served, strange.served) == (["secret"], ["mine"])
@@ -221,7 +222,8 @@ def test_gateways_and_workers_are_limited_to_their_fleet(
         await team.make()
         names = FleetNames("team")
         for kind in (GATEWAY, WORKER):
-            link = FleetLink(fleet.access_of(kind), kind, "curious")
+            name = SHIPPED_WORKER if kind == WORKER else "curious"
+            link = FleetLink(fleet.access_of(kind), kind, name)
             errors: list[str] = []
 
             async def note(error: Exception, into: list[str] = errors) -> None:
@@ -230,10 +232,10 @@ def test_gateways_and_workers_are_limited_to_their_fleet(
             async with link.open():
                 await link.wait_until_ready(PATIENCE)
                 link.client._error_cb = note
-                await link.client.subscribe(names.build_log_subject("*"))
+                await link.client.subscribe(names.build_log_subject("*", "*"))
                 await link.client.subscribe(names.build_job_subject("interactive", "*"))
                 await link.client.publish(names.build_job_subject("interactive", "a", "b"), b"x")
-                await link.client.publish(names.build_log_subject("a"), b"x")
+                await link.client.publish(names.build_log_subject("w1", "a"), b"x")
                 await link.client.publish(names.build_cancel_subject("a"), b"x")
                 await until_async(lambda: len(errors) >= 5, "the errors")  # noqa: B023
                 assert all("permissions violation" in one.lower() for one in errors)
@@ -257,7 +259,7 @@ def test_a_worker_s_user_cannot_make_jobs_or_give_orders(
     play: Play, tmp_path: Path, passwords: dict[str, str]
 ) -> None:
     async def scene(fleet: FleetRun) -> None:
-        link = FleetLink(fleet.access_of(WORKER), WORKER, "bad")
+        link = FleetLink(fleet.access_of(WORKER), WORKER, SHIPPED_WORKER)
         async with link.open():
             await link.wait_until_ready(PATIENCE)
             with pytest.raises(NetworkError):
