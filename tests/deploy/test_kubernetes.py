@@ -33,7 +33,6 @@ from tests.deploy.cluster import (
     pods,
 )
 from tests.deploy.metrics import SAMPLES, names, wrong_labels
-from tests.deploy.written import DEPLOY
 from tests.docs.document import Document
 from tests.process import run
 from tests.program import lack

@@ -36,8 +36,8 @@ from clowder_aimage.http.response_writer import ResponseWriter
 from clowder_aimage.http.route import ADMIN, Role, Route, SharedRoute
 from tests.fleet.attempt import begin, build_begin
 from tests.fleet.fleet_run import (
-    SHIPPED_WORKER,
     PICTURES,
+    SHIPPED_WORKER,
     FleetRun,
     Nats,
     ScriptedRole,
