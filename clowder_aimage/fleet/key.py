@@ -29,7 +29,7 @@ ROOT, SIGNER = nkeys.PREFIX_BYTE_OPERATOR, nkeys.PREFIX_BYTE_USER
 # Bytes of a key set at most: some thousand keys.
 MAX_KEY_SET = 512 << 10
 # Begins what a root key signs, so that no signature has two meanings.
-_DOMAIN = b"aimage fleet key set 1\n"
+_DOMAIN = b"clowder fleet key set 1\n"
 _LABEL = "the key set of the fleet"
 _Role = Literal["gateway", "operator"]
 _PublicKey = Annotated[str, Field(pattern=r"^U[A-Z2-7]{55}$")]

@@ -33,7 +33,7 @@ SIGNER, SIGNED_AT, NONCE = "Aimage-Signer", "Aimage-Signed-At", "Aimage-Nonce"
 _SIGNATURE = "Aimage-Signature"
 # The other headers are those of NATS; the program reads none of them before it has verified.
 _COVERED = ("Aimage-", "Nats-Msg-Id")
-_DOMAIN = "aimage fleet message 1"
+_DOMAIN = "clowder fleet message 1"
 
 
 @dataclass(frozen=True, slots=True)

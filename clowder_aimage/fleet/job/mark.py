@@ -24,7 +24,7 @@ from clowder_aimage.fleet.frame import ADMITTED, BEGIN, ENDS, LAST, Frame
 from clowder_aimage.fleet.key import SIGNER, FleetKey, decode_public_key, is_signed
 from clowder_aimage.fleet.name import GATEWAYS
 
-_DOMAIN = "aimage fleet attempt 1"
+_DOMAIN = "clowder fleet attempt 1"
 
 
 def _build_claim(job: str, frame: Frame) -> bytes:
