@@ -7,9 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from clowder_aimage.errors import AImageError
+from clowder_aimage.errors import AImageError, ModelError
 
 FOR_EVER = math.inf
+# Parts of a request in the end of a process
+GUILTY, SUSPECT, INNOCENT = "guilty", "suspect", "innocent"
 _UNKNOWN, _LONGEST = 5, 300  # seconds to wait
 _LOAD_OPTIONS = (
     *("dtype", "text_encoder"),
@@ -25,22 +27,26 @@ class EngineLimits:
     """The limits of an engine.
 
     queue: maximum number of waiting requests. models: maximum number of loaded models. keep_alive:
-    seconds that an idle model stays in memory; FOR_EVER, or 0. deadline: seconds from a request's
-    arrival to its last picture. backend: the library of image models, "auto", "mlx" or "torch";
-    backends: those of models by their names. compile, attention, device: as in ``TorchTuning``.
-    text_encoder: after a request, "keep" it in memory, "release" it
-    and load it again for new prompts, or "auto" to keep it if it fits. memory: bytes for all
-    models; None for the machine's memory. first: the precision of variants that are used while the
-    AImage is fetched, or None. load_timeout: seconds that a load may make no progress.
-    cancel_timeout: seconds for a process to end a cancelled request before it is killed. lora_dir:
-    a directory of adapters, or None. parallel: requests that a language model serves at once.
-    context: tokens of a request to a language model at most, or None for the model's.
+    seconds that an idle model stays in memory; FOR_EVER, or 0. deadline: seconds from a
+    request's arrival to its last picture. text_deadline: seconds that a text may compute.
+    picture_deadline: the same of pictures, as a multiple of the estimated time; 0 for no limit.
+    backend: the library of image models, "auto", "mlx" or "torch"; backends: those of models by
+    their names. compile, attention, device: as in ``TorchTuning``. text_encoder: after a
+    request, "keep" it in memory, "release" it and load it again for new prompts, or "auto" to
+    keep it if it fits. memory: bytes for all models; None for the machine's memory. first: the
+    precision of variants that are used while the AImage is fetched, or None. load_timeout:
+    seconds that a load may make no progress. cancel_timeout: seconds for a process to end a
+    cancelled request before it is killed. lora_dir: a directory of adapters, or None. parallel:
+    requests that a language model serves at once. context: tokens of a request to a language
+    model at most, or None for the model's.
     """
 
     queue: int = 8
     models: int = 1
     keep_alive: float = 300.0
     deadline: float = FOR_EVER
+    text_deadline: float = 600.0
+    picture_deadline: float = 20.0
     backend: str = "auto"
     backends: Mapping[str, str] = field(default_factory=dict)
     compile: bool = False
@@ -106,6 +112,17 @@ class BusyError(AImageError):
 
 class DeadlineError(AImageError):
     """A request exceeded its deadline."""
+
+
+class DiedError(ModelError):
+    """The process of a model died.
+
+    ``part`` of the request in that: GUILTY if the process died for its sake, or may have been
+    killed for its sake; SUSPECT if it crashed while it served this request with others; INNOCENT if
+    it died for the sake of another one.
+    """
+
+    part = GUILTY
 
 
 class StoppedError(AImageError):

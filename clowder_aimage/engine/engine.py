@@ -20,7 +20,20 @@ from functools import partial
 
 from clowder_aimage.content.telemetry import record, start_span
 from clowder_aimage.engine import admission
-from clowder_aimage.engine.admission import IF_MISSING, BusyError, EngineLimits, StoppedError
+from clowder_aimage.engine.admission import (
+    GUILTY,
+    IF_MISSING,
+    SUSPECT,
+    BusyError,
+    DiedError,
+    EngineLimits,
+    StoppedError,
+)
+from clowder_aimage.engine.compute_deadline import (
+    ComputeDeadline,
+    PictureTimes,
+    compute_picture_limit,
+)
 from clowder_aimage.engine.event import (
     Event,
     EventLog,
@@ -36,7 +49,6 @@ from clowder_aimage.engine.machine import read_available_memory
 from clowder_aimage.engine.metric import Metrics
 from clowder_aimage.engine.model_fetch import fetch, find, read_model
 from clowder_aimage.engine.queued_request import MakeRequest, ModelSlot, QueuedRequest
-from clowder_aimage.engine.runner import GUILTY, SUSPECT, DiedError
 from clowder_aimage.engine.scheduler import ModelScheduler
 from clowder_aimage.engine.transfer_queue import TransferQueue
 from clowder_aimage.errors import AImageError, NoMemoryError, NotFoundError, UsageError
@@ -79,7 +91,7 @@ class Engine:
         self._scheduler = ModelScheduler(store.roots, limits, metrics, self._events, clock, free)
         self._requests: set[QueuedRequest] = set()
         self._numbers = itertools.count(1)
-        self._pace = admission.Pace()
+        self._pace, self._times = admission.Pace(), PictureTimes()
         # Set when a request has ended
         self._request_ended = asyncio.Event()
         self.is_draining = False
@@ -373,17 +385,19 @@ class Engine:
         assert request.runner is not None  # noqa: S101 - set when the turn has come
         _log.info("generating", extra={"model": str(model.reference)})
         outcome, started = "cancelled", self._clock()
-        observed = (
-            self._observe_steps(model, request, parameters, emit)
-            if isinstance(parameters, GenerateRequest)
-            else self._observe_text(model, request, emit)
-        )
-
+        deadline = ComputeDeadline(request.interrupt, request.computed)
+        if isinstance(parameters, GenerateRequest):
+            observed = self._observe_steps(model, request, parameters, deadline, emit)
+        else:
+            deadline.set(self.limits.text_deadline, "text", "request fewer tokens")
+            observed = self._observe_text(model, request, emit)
         name = model.pin_name(request.reference)
         try:
             with start_span("generate", model=str(model.reference)):
                 await request.runner.generate(name, parameters, request.encoding, observed)
             outcome = "done"
+            if isinstance(parameters, GenerateRequest):
+                self._times.observe(model.digest, parameters, self._clock() - started)
         except AImageError as error:
             outcome = "refused" if isinstance(error, UsageError) else "failed"
             if isinstance(error, NoMemoryError) and isinstance(parameters, GenerateRequest):
@@ -391,15 +405,29 @@ class Engine:
                 self._scheduler.unload(model, "memory")
             raise
         finally:
+            deadline.cancel()
+            request.computed += self._clock() - started
             if outcome == "cancelled" and request.is_interrupted:
                 outcome = "failed"
             self._observe(model, outcome, self._clock() - started)
 
     def _observe_steps(
-        self, model: ModelSlot, request: QueuedRequest, parameters: GenerateRequest, emit: Emit
+        self,
+        model: ModelSlot,
+        request: QueuedRequest,
+        parameters: GenerateRequest,
+        deadline: ComputeDeadline,
+        emit: Emit,
     ) -> Emit:
         """Return a function that counts the events of pictures and passes them on."""
         started = previous = self._clock()
+        measured = self._times.estimate(model.digest, parameters)
+
+        def limit(estimate: float) -> None:
+            seconds = compute_picture_limit(self.limits.picture_deadline, estimate)
+            deadline.set(seconds, "picture", "use fewer steps or a smaller picture")
+
+        limit(measured)
 
         def on_event(event: Event) -> None:
             nonlocal previous
@@ -409,6 +437,7 @@ class Engine:
             elif isinstance(event, Step):
                 self.metrics.steps.observe(timestamp - previous)
                 request.count_step(event, timestamp - started, parameters.output.n)
+                limit(max(measured, request.seconds))
             elif isinstance(event, ImageEvent):
                 record("decode", timestamp - previous)
                 request.has_output = True

@@ -102,14 +102,15 @@ class ModelSlot:
 class QueuedRequest:
     """A request in the engine.
 
-    ``make`` returns the parameters once the AImage is in the store; it is None for a request that
-    only loads the model. ``stage`` is one of waiting, pulling, loading, drawing, writing. ``moved``
-    is set when the load or the request begins, ``turn`` when the request begins. ``adapters`` are
-    the names of AImages, by the index of the adapter in the request. ``is_text``: it is for a
-    language model. ``stored`` is the AImage of the name at the arrival of the request, if the store
-    had it. ``sent`` has the text that was sent. ``seconds``: the estimated duration, updated after
-    each step; 0 before. ``deaths`` counts the processes that died while they served it with other
-    requests. ``is_suspect``: it may have crashed a process, and is served alone.
+    ``make`` returns the parameters once the AImage is in the store; it is None for a request
+    that only loads the model. ``stage`` is one of waiting, pulling, loading, drawing, writing.
+    ``moved`` is set when the load or the request begins, ``turn`` when the request begins.
+    ``adapters`` are the names of AImages, by the index of the adapter in the request.
+    ``is_text``: it is for a language model. ``stored`` is the AImage of the name at the arrival
+    of the request, if the store had it. ``sent`` has the text that was sent. ``seconds``: the
+    estimated duration, updated after each step; 0 before. ``computed``: the seconds in which
+    earlier processes served it. ``deaths`` counts the processes that died while they served it
+    with other requests. ``is_suspect``: it may have crashed a process, and is served alone.
     """
 
     reference: Reference
@@ -132,6 +133,7 @@ class QueuedRequest:
     limit: asyncio.Timeout | None = None
     deadline: float = FOR_EVER
     seconds: float = 0.0
+    computed: float = 0.0
     sent: SentText = field(default_factory=SentText)
     has_output: bool = False
     deaths: int = 0

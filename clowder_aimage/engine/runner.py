@@ -16,7 +16,13 @@ from signal import SIGKILL
 
 from clowder_aimage import errors
 from clowder_aimage.engine import frame
-from clowder_aimage.engine.admission import EngineLimits
+from clowder_aimage.engine.admission import (
+    GUILTY,
+    INNOCENT,
+    SUSPECT,
+    DiedError,
+    EngineLimits,
+)
 from clowder_aimage.engine.event import Event, ImageEvent, ModelRequest, PreviewEvent, StartedEvent
 from clowder_aimage.errors import AImageError, ModelError, NoMemoryError, StuckError
 from clowder_aimage.generation.encoding import PictureEncoding
@@ -40,19 +46,7 @@ _COMMAND = (sys.executable, "-m", "clowder_aimage.engine.process")
 _EVENTS: dict[str, type[Event]] = {"started": StartedEvent, "step": Step}
 _EVENTS |= {"preview": PreviewEvent, "image": ImageEvent}
 _EVENTS |= {"piece": TextDelta, "call": ToolCall, "end": TextEnd}
-GUILTY, SUSPECT, INNOCENT = "guilty", "suspect", "innocent"
 _log = logging.getLogger("aimage.worker")
-
-
-class DiedError(ModelError):
-    """The process of a model died.
-
-    ``part`` of the request in that: GUILTY if the process died for its sake, or may have been
-    killed for its sake; SUSPECT if it crashed while it served this request with others; INNOCENT if
-    it died for the sake of another one.
-    """
-
-    part = GUILTY
 
 
 _Reply = tuple[frame.Message, bytes]

@@ -188,6 +188,8 @@ class Settings(ServerSettings):
     queue: int = Field(default=8, ge=0)
     keep_alive: Seconds = 300.0
     deadline: Limit = FOR_EVER
+    text_deadline: Limit = 600.0
+    picture_deadline: float = Field(default=20.0, ge=0, le=1e6)
     default_model: Name | None = None
     enhancer: Name | None = None
     default_for: Words = ("dall-e-2", "dall-e-3", "gpt-image-*", "chatgpt-image-*")
@@ -216,6 +218,8 @@ class Settings(ServerSettings):
             "queue",
             "keep_alive",
             "deadline",
+            "text_deadline",
+            "picture_deadline",
             "backend",
             "compile",
             "attention",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 
 from clowder_aimage import errors
-from clowder_aimage.engine.admission import BusyError, DeadlineError, StoppedError
+from clowder_aimage.engine.admission import BusyError, DeadlineError, DiedError, StoppedError
 from clowder_aimage.errors import (
     AImageError,
     NoSpaceError,
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 # Seconds, unless a better value is known
 RETRY_AFTER = 5
 OPENAI, OLLAMA, OCI = "openai", "ollama", "oci"
+# Says that a request would fail again, to OpenAI's SDKs and to the workers of a fleet
+NO_RETRY = ("X-Should-Retry", "false")
 # The form of errors outside of the interfaces
 INTERFACE = web.AppKey("interface", str)
 # Return the advice on an error in terms of the options of this server
@@ -113,7 +115,7 @@ def convert_error(error: AImageError, interface: str = OPENAI) -> ApiError:
     if isinstance(error, StoreError):
         is_busy = isinstance(error, StoreBusyError)
         message = "the store is in use" if is_busy else "cannot access the store"
-    headers = {}
+    headers = dict([NO_RETRY]) if isinstance(error, DeadlineError | DiedError) else {}
     if status == 503:
         headers["Retry-After"] = str(getattr(error, "retry_after", RETRY_AFTER))
     return ApiError(status, message, code=code, headers=headers)

@@ -31,6 +31,7 @@ from clowder_aimage.fleet.job.mark import JobTicket
 from clowder_aimage.fleet.link import GATEWAY, OPERATOR, WORKER, FleetLink
 from clowder_aimage.fleet.name import BATCH
 from clowder_aimage.fleet.worker_registry import give_order
+from clowder_aimage.http.api_error import NO_RETRY
 from clowder_aimage.http.local_request import Request
 from clowder_aimage.http.response_writer import ResponseWriter
 from clowder_aimage.http.route import ADMIN, Role, Route, SharedRoute
@@ -342,6 +343,23 @@ def test_a_failing_worker_is_replaced_and_a_poisoned_job_given_up(
             again = re.search(r"aimage_fleet_retries_total (\d+)", shown)
             assert counted and again and int(counted[1]) - int(again[1]) == 7
             assert int(again[1]) >= job_run.ATTEMPTS - 1
+
+    play(scene)
+
+
+async def killed(request: Request, body: dict[str, Any]) -> web.StreamResponse:
+    error = {"error": {"message": "the model process exited"}}
+    return web.json_response(error, status=500, headers=dict([NO_RETRY]))
+
+
+def test_a_job_whose_process_died_for_it_goes_to_no_other_worker(play: Play) -> None:
+    async def scene(fleet: FleetRun) -> None:
+        one, two = ScriptedRole(killed), ScriptedRole(killed)
+        async with fleet.gateway() as url, fleet.worker("one", one), fleet.worker("two", two):
+            await fleet.know(url, 2)
+            status, value = await fleet.ask(url, "poison")
+            assert status == 500 and value == {"error": {"message": "the model process exited"}}
+            assert len(one.served) + len(two.served) == 1
 
     play(scene)
 

@@ -22,7 +22,7 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from clowder_aimage.api.service import make_service
 from clowder_aimage.api.worker_role import WorkerRole
-from clowder_aimage.engine.admission import BusyError, DeadlineError, StoppedError
+from clowder_aimage.engine.admission import BusyError, DeadlineError, DiedError, StoppedError
 from clowder_aimage.engine.settings import Settings
 from clowder_aimage.errors import (
     FormatError,
@@ -96,7 +96,8 @@ def failing(tmp_path: Path) -> Callable[..., Any]:
         (UsageError("no size", hint="write 16x16"), 400, "invalid_value"),
         (UnauthorizedError("who are you"), 502, "registry_unauthorized"),
         (NoSpaceError("full"), 507, "insufficient_storage"),
-        (ModelError("it died"), 500, "internal_error"),
+        (ModelError("it failed"), 500, "internal_error"),
+        (DiedError("it died"), 500, "internal_error"),
         (VerificationError("another"), 502, "verification_failed"),
         (FormatError("damaged"), 500, "invalid_content"),
         (json.JSONDecodeError("x", SECRET, 0), 400, "invalid_json"),
@@ -113,6 +114,8 @@ def test_each_error_maps_to_a_status_and_an_error_object(
     assert set(body["error"]) == {"message", "type", "param", "code"}
     assert (body["error"]["code"], body["error"]["param"]) == (code, None)
     assert ("Retry-After" in headers) == (status == 503)
+    is_final = isinstance(error, DeadlineError | DiedError)
+    assert headers.get("X-Should-Retry") == ("false" if is_final else None)
     said = capsys.readouterr()
     assert SECRET not in json.dumps(body) + said.out + said.err
 

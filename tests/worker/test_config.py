@@ -90,6 +90,7 @@ def test_defaults_apply_without_any_setting(file: Path) -> None:
     limits = said.limits
     assert (limits.queue, limits.models, limits.keep_alive) == (8, 1, 300.0)
     assert limits.deadline == math.inf
+    assert (limits.text_deadline, limits.picture_deadline) == (600.0, 20.0)
 
 
 def test_the_command_line_overrides_the_environment_and_the_file(

@@ -218,6 +218,17 @@ allow_origin_option = click.option(
     help="Time until an idle model is unloaded: 5m, 0, or -1 for never. [default: 5m]",
 )
 @click.option("--deadline", metavar="DURATION", help="Time limit of a request. [default: none]")
+@click.option(
+    "--text-deadline",
+    metavar="DURATION",
+    help="Time that a text may be computed; 0 for no limit. [default: 10m]",
+)
+@click.option(
+    "--picture-deadline",
+    type=click.FloatRange(0, 1e6),
+    metavar="FACTOR",
+    help="The same of pictures, times their estimated time; 0 for no limit. [default: 20]",
+)
 @click.option("--default-model", metavar="REF", help="Model for requests that name none.")
 @click.option("--enhancer", metavar="REF", help="Language model that enhances prompts.")
 @click.option(

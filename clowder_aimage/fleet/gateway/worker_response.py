@@ -25,6 +25,7 @@ _PASSED = (
     ("x-aimage-[a-z-]+", ".*"),
     ("content-type", ".*"),
     ("retry-after", "[0-9]{1,6}"),
+    ("x-should-retry", "false"),
     ("cache-control", "(?:private|no-cache|no-store)(?:,.*)?"),
     ("x-accel-buffering", "no"),
     # A path of the gateway

@@ -25,6 +25,7 @@ from clowder_aimage.fleet.job.mark import JobTicket, MarkChain
 from clowder_aimage.fleet.job.request import request_of
 from clowder_aimage.fleet.link import LOST, FleetLink
 from clowder_aimage.fleet.worker_registry import WorkerRegistry
+from clowder_aimage.http.api_error import NO_RETRY
 from clowder_aimage.http.background import end_tasks
 from clowder_aimage.http.local_call import LocalCalls, get_body
 from clowder_aimage.http.route import ADMIN
@@ -164,7 +165,8 @@ class JobRun:
         if stream.has_begun:
             return ""
         status, body, reason = response.status, get_body(response), ""
-        if status in _RETRIED:
+        name, text = NO_RETRY
+        if status in _RETRIED and response.headers.get(name) != text:
             reason = f"{status}: {body[:500].decode('utf-8', 'replace')}"
             if status == _BUSY or not is_last:
                 raise _FailedAttemptError(reason, is_fault=status != _BUSY)
