@@ -64,7 +64,7 @@ def read_fields(adapter: TypeAdapter[_T], raw: bytes, label: str, limit: int = M
     # It refuses what the other parser resolves somehow, such as duplicate keys.
     read_json(raw, label, limit)
     try:
-        return adapter.validate_json(raw)
+        return adapter.validate_json(raw, strict=True)
     except ValidationError as error:
         fault = error.errors(include_url=False, include_context=False, include_input=False)[0]
         field = ".".join(map(str, fault["loc"]))

@@ -516,7 +516,7 @@ COVERED = {
         "a small config, which peft_config reads",
     ),
     **dict.fromkeys(
-        ("api/batch/run.py", "api/batch/store.py", "fleet/gateway/batch_store.py"),
+        ("api/batch/run.py", "api/batch/store.py", "fleet/gateway/batch_record.py"),
         "records, by read_json",
     ),
     "api/picture/request.py": "a bounded field of a form, by read_json",
@@ -569,7 +569,7 @@ COVERED = {
         "frames of a response, by read_json",
     ),
     **dict.fromkeys(
-        ("fleet/field.py", "fleet/job/job.py", "fleet/joined_worker.py"),
+        ("fleet/field.py", "fleet/job/job.py", "fleet/link.py", "fleet/worker_registry.py"),
         "a message, by read_json",
     ),
     "fleet/job/request.py": "a line of a transfer of a worker of the fleet, by read_json",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import time
 from collections.abc import Iterator
 
@@ -17,8 +18,9 @@ from nats.js.errors import Error as JetStreamError
 from nats.js.kv import KeyValue
 
 from clowder_aimage.api.batch.store import ChangedRecordError, Record, is_id
-from clowder_aimage.errors import NotFoundError
+from clowder_aimage.errors import FormatError, NotFoundError
 from clowder_aimage.fleet.frame import CHUNK
+from clowder_aimage.fleet.gateway.batch_record import read_record
 from clowder_aimage.fleet.link import (
     FULL,
     LOST,
@@ -28,12 +30,14 @@ from clowder_aimage.fleet.link import (
     build_unavailable_error,
 )
 from clowder_aimage.http.api_error import ApiError
-from clowder_aimage.oci import read_json
 
 # The key of an entry whose time is that of the server.
 _CLOCK = "clock"
 # Seconds after which the server's time is asked for again.
 _FRESH = 600.0
+# Records that are logged as left out
+_MAX_LOGGED = 1000
+_log = logging.getLogger("aimage.fleet")
 
 
 class FleetBatchStore:
@@ -41,6 +45,8 @@ class FleetBatchStore:
 
     def __init__(self, link: FleetLink) -> None:
         self._link, self._names = link, link.names
+        # Ids of records that were logged.
+        self._rejected: set[str] = set()
         # The server's time, and ours without epoch.
         self._clock: tuple[float, float] | None = None
 
@@ -62,13 +68,19 @@ class FleetBatchStore:
         return await self._link.streams.key_value(self._names.batches)
 
     async def read(self, id: str) -> tuple[Record, int] | None:  # noqa: A002
-        """Return a record and its revision, or None."""
+        """Return a record and its revision, or None; one that is not valid is left out."""
         with self._converting_errors():
             try:
                 entry = await (await self._open_bucket()).get(id)
             except KeyNotFoundError:
                 return None
-        return read_json(entry.value or b"", "a record of a batch"), entry.revision or 0
+        try:
+            return read_record(entry.value or b"", id), entry.revision or 0
+        except FormatError as error:
+            if id not in self._rejected and len(self._rejected) < _MAX_LOGGED:
+                self._rejected.add(id)
+                _log.warning("a record is left out", extra={"id": id, "reason": error.message})
+            return None
 
     async def write(self, id: str, value: Record, revision: int) -> int:  # noqa: A002
         """Replace a record with that revision. Raises ChangedRecordError."""
