@@ -17,6 +17,12 @@ import click
 import pytest
 
 from clowder_aimage.cli.main import cli
+from clowder_aimage.config.user_directory import (
+    SHARED_VARIABLES,
+    check_variables,
+    find_misspelt_variables,
+    list_server_variables,
+)
 from clowder_aimage.document import schema
 from clowder_aimage.engine.settings import Settings, gather
 from tests.deploy.written import (
@@ -256,7 +262,7 @@ def test_nats_is_reached_by_the_fleet_alone() -> None:
     inside = {name for name, one in services.items() if "fleet" in one.get("networks", ())}
     assert inside == {"nats", "fleet-init", "gateway-1", "gateway-2", "worker-1", "worker-2"}
     conf = DEPLOY / "nats" / "nats-server.conf"
-    asked = set(re.findall(r"\$(AIMAGE_\w+)", conf.read_text()))
+    asked = set(re.findall(r"\$(NATS_\w+)", conf.read_text()))
     assert set(services["nats"]["environment"]) == asked
     users = {
         name: re.search(r"nats://(\w+):(\S+)@nats:4222", str(one.get("environment")))
@@ -265,7 +271,7 @@ def test_nats_is_reached_by_the_fleet_alone() -> None:
     passwords = services["nats"]["environment"]
     for name, found in users.items():
         if found is not None:
-            assert passwords[f"AIMAGE_{found[1].upper()}_PASSWORD"] == found[2], name
+            assert passwords[f"NATS_{found[1].upper()}_PASSWORD"] == found[2], name
     kinds = {name: found[1] for name, found in users.items() if found}
     assert kinds == {
         "fleet-init": "operator",
@@ -458,3 +464,26 @@ def test_the_command_of_the_readme_creates_the_agent(tmp_path: Path) -> None:
     assert b"@HOME@" not in made
     program = shlex.quote(f"{tmp_path}/.local/share/aimage-venv/bin/aimage")
     assert program.encode() in made
+
+
+def test_every_variable_of_the_program_is_accepted_by_all_commands(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A person exports what deploy/ names, and starts any server."""
+    files = [COMPOSE, COMPOSE_CUDA, *(path for path in DEPLOY.rglob("*") if path.is_file())]
+    # What ends in "_" is a prefix
+    names = {
+        name
+        for path in files
+        for name in re.findall(r"\bAIMAGE_\w+", path.read_text("utf-8", "replace"))
+        if not name.endswith("_")
+    }
+    assert {"AIMAGE_STORE", "AIMAGE_NATS"} <= names
+    sections = ("worker", "node", "gateway", "registry")
+    settings = (list_server_variables(section).values() for section in sections)
+    assert names <= {*SHARED_VARIABLES, *(name for group in settings for name in group)}
+    for name in names:
+        monkeypatch.setenv(name, "x")
+    for section in sections:
+        check_variables(section)
+    assert list(find_misspelt_variables()) == []

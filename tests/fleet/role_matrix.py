@@ -210,7 +210,7 @@ def replace_table(text: str) -> str:
 
 def measure() -> dict[str, tuple[set[str], set[str]]]:
     """Return what a server with the shipped configuration refuses to each role."""
-    passwords = {f"AIMAGE_{role.upper()}_PASSWORD": role for role in USERS}
+    passwords = {f"NATS_{role.upper()}_PASSWORD": role for role in USERS}
     with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
         for name, text in passwords.items():
             patch.setenv(name, text)

@@ -20,13 +20,13 @@ from tests.conftest import ROOT
 SHIPPED = ROOT / "deploy" / "nats" / "nats-server.conf"
 # The workers of each configuration, with the variables of their passwords.
 WORKERS = {
-    SHIPPED: {"worker-1": "AIMAGE_WORKER_PASSWORD"},
+    SHIPPED: {"worker-1": "NATS_WORKER_PASSWORD"},
     ROOT / "deploy" / "docker" / "nats-server.conf": {
-        "worker-1": "AIMAGE_WORKER_1_PASSWORD",
-        "worker-2": "AIMAGE_WORKER_2_PASSWORD",
+        "worker-1": "NATS_WORKER_1_PASSWORD",
+        "worker-2": "NATS_WORKER_2_PASSWORD",
     },
     ROOT / "deploy" / "kubernetes" / "fleet" / "nats-server.conf": {
-        ANY_WORKER: "AIMAGE_WORKER_PASSWORD"
+        ANY_WORKER: "NATS_WORKER_PASSWORD"
     },
 }
 _BEGIN, _END = "    users = [\n", "\n    ]\n"
@@ -37,8 +37,8 @@ def build_configuration(path: Path) -> str:
     head, _, rest = SHIPPED.read_text().partition(_BEGIN)
     tail = rest[rest.index(_END) :]
     users = [
-        (OPERATOR, "", "AIMAGE_OPERATOR_PASSWORD"),
-        (GATEWAY, "", "AIMAGE_GATEWAY_PASSWORD"),
+        (OPERATOR, "", "NATS_OPERATOR_PASSWORD"),
+        (GATEWAY, "", "NATS_GATEWAY_PASSWORD"),
         *((WORKER, worker, variable) for worker, variable in WORKERS[path].items()),
     ]
     lines = [line for user in users for line in _format_user(*user)]

@@ -764,7 +764,7 @@ def test_the_shipped_configuration_allows_what_a_fleet_does(
 ) -> None:
     passwords = {kind: f"{kind}-password" for kind in (GATEWAY, WORKER, OPERATOR)}
     for kind, password in passwords.items():
-        monkeypatch.setenv(f"AIMAGE_{kind.upper()}_PASSWORD", password)
+        monkeypatch.setenv(f"NATS_{kind.upper()}_PASSWORD", password)
     (tmp_path / "nats.conf").write_text(shipped(tmp_path / "js"))
     own = Nats(tmp_path / "js", arguments=("-c", str(tmp_path / "nats.conf"))).start()
 

@@ -44,7 +44,7 @@ def server(place: Path, text: str) -> Iterator[Nats]:
 def passwords(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     found = {kind: f"{kind}-password" for kind in KINDS}
     for kind, password in found.items():
-        monkeypatch.setenv(f"AIMAGE_{kind.upper()}_PASSWORD", password)
+        monkeypatch.setenv(f"NATS_{kind.upper()}_PASSWORD", password)
     return found
 
 
@@ -67,7 +67,7 @@ def test_a_fleet_with_tls_certificates_of_clients_and_nkeys(
         (tmp_path / f"{kind}.nk").write_bytes(key.seed + b"\n")
     text = shipped(tmp_path / "js")
     for kind, key in keys.items():
-        old = f"password: $AIMAGE_{kind.upper()}_PASSWORD"
+        old = f"password: $NATS_{kind.upper()}_PASSWORD"
         assert text.count(old) == 1
         user = SHIPPED_WORKER if kind == WORKER else kind
         text = text.replace(f"user: {user}", f"nkey: {key.public}").replace(old, "")
