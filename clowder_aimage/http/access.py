@@ -22,6 +22,12 @@ from clowder_aimage.http.route import ADMIN, INFER, NODE, OPEN
 
 # Among allowed hosts: IP addresses, which need no resolution
 ANY_ADDRESS = "*"
+# RFC 9110, 7.2
+_HOST = re.compile(
+    r"(?P<name>[a-z0-9._-]{1,253}|\[[0-9a-f:.]+\])(:(?P<port>[0-9]{0,5}))?",
+    re.ASCII | re.IGNORECASE,
+)
+_MAX_PORT = 65535
 LOOPBACK_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
 MIN_TOKEN = 16  # characters
 _ALLOWED = {
@@ -103,6 +109,8 @@ def check_host(allowed: frozenset[str] | None, origins: Collection[str] | None) 
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         host = request.headers.get("Host", "")
         name = parse_host(host)
+        if host and name is None:
+            raise ApiError(400, f"invalid Host header {host[:300]!r}", code="invalid_host")
         if not (allowed is None or name in allowed or (ANY_ADDRESS in allowed and is_ip(name))):
             raise ApiError(
                 403,
@@ -221,11 +229,15 @@ def parse_token(authorization: str) -> str:
 
 
 def parse_host(host: str) -> str | None:
-    """Return the host in a ``Host`` header without its port; None if there is none."""
-    try:
-        return urlsplit(f"//{host}").hostname
-    except ValueError:
+    """Return the host in a ``Host`` header without its port; None if it is not valid.
+
+    Of the names of RFC 3986 (3.2.2), those of hosts are valid: without userinfo, escapes and zones.
+    """
+    match = _HOST.fullmatch(host)
+    if match is None or int(match["port"] or 0) > _MAX_PORT:
         return None
+    name = match["name"].lower()
+    return name if name[0] != "[" else name[1:-1] if is_ip(name[1:-1]) else None
 
 
 def is_ip(host: str | None) -> bool:

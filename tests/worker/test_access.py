@@ -27,7 +27,7 @@ from clowder_aimage.cli.console.remedy import format_advice
 from clowder_aimage.engine.endpoint import Endpoint
 from clowder_aimage.engine.settings import Settings
 from clowder_aimage.errors import AccessError, UsageError
-from clowder_aimage.http.access import ANY_ADDRESS, read_token, read_tokens
+from clowder_aimage.http.access import ANY_ADDRESS, parse_host, read_token, read_tokens
 from clowder_aimage.http.app import build_app
 from clowder_aimage.http.listening_socket import check_access, listen, listen_unix
 from clowder_aimage.http.route import ADMIN, INFER, OPEN, SCOPES, Route
@@ -146,11 +146,68 @@ def test_a_body_must_be_declared_as_json(service: Service, kind: str, is_refused
 
 
 @pytest.mark.parametrize(
-    "host", ["evil.example", "evil.example:11434", "127.0.0.1.evil.example", "169.254.169.254", "["]
+    "host", ["evil.example", "evil.example:11434", "127.0.0.1.evil.example", "169.254.169.254"]
 )
 def test_unknown_host_headers_are_refused(service: Service, host: str) -> None:
     ((_, _, status, _, text),) = asked(service, [("GET", "/healthz")], Host=host)
     assert status == 403 and "add it to the allowed hosts" in text
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "evil@127.0.0.1",
+        "127.0.0.1@evil.example",
+        "a:b@127.0.0.1:1",
+        "127.0.0.1/",
+        "127.0.0.1/x",
+        "127.0.0.1?x",
+        "127.0.0.1#x",
+        "http://127.0.0.1",
+        "//127.0.0.1",
+        "127.0.0.1 evil.example",
+        "127.0.0.1,evil.example",
+        "127.0.0.1:x",
+        "127.0.0.1:-1",
+        "127.0.0.1:65536",
+        "127.0.0.1:1:2",
+        "local%68ost",
+        "localhost\\@evil.example",
+        "[",
+        "[]",
+        "[::1",
+        "::1",
+        "[::1]x",
+        "[::1%25lo]",
+        "[1.2.3]",
+        "[v1.x]",
+        ":11434",
+        "löcalhost",
+    ],
+)
+@pytest.mark.parametrize("hosts", [None, frozenset({"127.0.0.1", "::1", "localhost"})])
+def test_a_host_header_is_a_name_and_a_port(
+    service: Service, host: str, hosts: frozenset[str] | None
+) -> None:
+    """Of any server, also of one that allows all hosts (RFC 9110, 7.2)."""
+    assert parse_host(host) is None
+    ((_, _, status, _, text),) = asked(service, [("GET", "/healthz")], hosts=hosts, Host=host)
+    assert (status, json.loads(text)["error"]["code"]) == (400, "invalid_host")
+
+
+@pytest.mark.parametrize(
+    ("host", "name"),
+    [
+        ("LocalHost", "localhost"),
+        ("localhost:", "localhost"),
+        ("localhost:65535", "localhost"),
+        ("[::1]:80", "::1"),
+        ("[2001:DB8::1]", "2001:db8::1"),
+        ("my_box-1.example.", "my_box-1.example."),
+    ],
+)
+def test_hosts_of_headers(host: str, name: str) -> None:
+    assert parse_host(host) == name
 
 
 @pytest.mark.parametrize(
