@@ -8,13 +8,16 @@ import { label } from './parameter_control.js';
 import { draftOf } from './picture_draft.js';
 import { CHANGEABLE, changeable, isNumeric, readValue, seedAfter, settingText, withSetting } from './setting.js';
 import { models } from './state.js';
+import { objectOf, TEXT, WHOLE } from './shape.js';
 import { readTab, writeTab } from './storage.js';
+
+const LAST = objectOf({ id: WHOLE, name: { kind: 'one', of: Object.keys(CHANGEABLE) }, text: TEXT });
 
 /** The form. Props: `entry`; `onMade(id)`, which takes the id of the new picture. */
 export function Again({ entry, onMade }) {
   const { draft, missing } = draftOf(entry.facts, entry.inputs);
-  const last = readTab('again');
-  const kept = last?.id === entry.id && last.name in CHANGEABLE ? last : null; // what was typed before a reload
+  const last = readTab('again', LAST);
+  const kept = last?.id === entry.id ? last : null; // what was typed before a reload
   const [name, setName] = useState(kept?.name ?? 'seed');
   const [text, setText] = useState(kept?.text ?? firstText(draft, 'seed'));
   const [error, setError] = useState('');

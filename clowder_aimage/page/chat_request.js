@@ -4,9 +4,22 @@ import { signal } from './html.js';
 import { events } from './api.js';
 import { t } from './lang.js';
 import { models, notice } from './state.js';
-import { read, readTab, write, writeTab } from './storage.js';
+import { FLAG, listOf, NUMBER, objectOf, optional, TEXT } from './shape.js';
+import { readKept, write, writeTab } from './storage.js';
 
 const EMPTY = { model: '', system: '', thinks: true, typed: '', messages: [] };
+const SAID = optional(TEXT);
+const MESSAGE = objectOf({
+  role: { kind: 'one', of: ['user', 'assistant'] },
+  content: TEXT,
+  thinking: SAID,
+  model: SAID,
+  isOpen: optional(FLAG),
+  error: SAID,
+  end: SAID,
+  usage: optional(objectOf({ tokens: optional(NUMBER), seconds: optional(NUMBER) })),
+});
+const SHAPES = { model: TEXT, system: TEXT, thinks: FLAG, typed: TEXT, messages: listOf(MESSAGE) };
 const PAUSE = 400; // milliseconds between two writes while an answer arrives
 const MOST = 5; // times that a request is sent again because the queue is full
 
@@ -22,7 +35,7 @@ export const talk = signal(loadTalk());
 export const sending = signal(null);
 
 function loadTalk() {
-  const found = { ...EMPTY, ...readTab('chat', read('chat', {})) };
+  const found = { ...EMPTY, ...readKept('chat', SHAPES) };
   const messages = found.messages.map((one) => (one.isOpen ? { ...one, isOpen: false, error: 'reload' } : one));
   return { ...found, messages };
 }

@@ -81,7 +81,7 @@ const NOT_OPTIONS = new Set(['model', 'prompt', 'original_prompt', 'enhancer', '
  */
 export function runLine(facts, { host, names = {} }) {
   const fields = requestFields(facts);
-  const words = ['aimage', 'run', shellWord(fields.model)];
+  const words = ['aimage', 'run'];
   for (const [name, value] of Object.entries(fields)) {
     if (NOT_OPTIONS.has(name)) continue;
     words.push(OPTIONS[name] ?? `--${name}`);
@@ -92,15 +92,15 @@ export function runLine(facts, { host, names = {} }) {
     words.push(`--${name === 'images' ? 'image' : name}`, shellWord(names[digest]));
   }
   const worker = LOCAL.has(host) ? '' : `AIMAGE_HOST=${shellWord(host)} `;
-  return worker + stated(words, fields.prompt);
+  return worker + stated(words, fields.model, fields.prompt);
 }
 
 const loraText = ({ model, strength }) => (strength === null ? model : `${model}:${strength}`);
 
-/** Return the line with its prompt, which `-` and what begins with it are not as an argument. */
-function stated(words, prompt) {
-  if (prompt === '-') return `printf %s - | ${words.join(' ')}`;
-  return [...words, ...(prompt.startsWith('-') ? ['--'] : []), shellWord(prompt)].join(' ');
+/** Return the line with the model and the prompt after `--`: one that begins with `-` is not an option. `-` is stdin. */
+function stated(words, model, prompt) {
+  const line = [...words, '--', shellWord(model)];
+  return prompt === '-' ? `printf %s - | ${line.join(' ')}` : [...line, shellWord(prompt)].join(' ');
 }
 
 /** Return the request of a picture as curl, which writes the file `name`. */

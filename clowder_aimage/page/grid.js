@@ -12,9 +12,12 @@ import { label } from './parameter_control.js';
 import { save } from './picture_file.js';
 import { CHANGEABLE, changeable, settingText } from './setting.js';
 import { notice } from './state.js';
+import { objectOf, TEXT } from './shape.js';
 import { readTab, writeTab } from './storage.js';
 import { Viewer } from './viewer.js';
 
+const AXIS = objectOf({ name: TEXT, text: TEXT });
+const WRITTEN = objectOf({ name: TEXT, across: AXIS, down: AXIS });
 const FIRST = { across: 'steps', down: 'seed' };
 
 /** The grid of `gridBase`: its settings, its progress and its pictures. */
@@ -56,7 +59,7 @@ export function Grid() {
 
 /** Return what the form of a grid begins with: what was written for these settings, also before a reload. */
 function firstWritten(draft, name) {
-  const { name: of, ...kept } = readTab('grid', {});
+  const { name: of, ...kept } = readTab('grid', WRITTEN, {});
   const names = ['', ...changeable(draft)];
   if (of === name && [kept.across, kept.down].every((axis) => names.includes(axis.name))) return kept;
   return {

@@ -7,23 +7,33 @@ import { fixed, t } from './lang.js';
 import { beginJob } from './jobs.js';
 import { draft, notice } from './state.js';
 import { stock } from './stock.js';
+import { FLAG, listOf, NUMBER, objectOf, optional, readFields, TEXT } from './shape.js';
 import { readTab, writeTab } from './storage.js';
 
 const TYPES = ['int8', 'int4', 'mxfp8', 'nvfp4', 'bf16', 'f16'];
 const FLOATS = ['bf16', 'f16'];
 const GROUPS = [32, 64, 128];
+const CONVERT = {
+  target: optional(TEXT),
+  type: { kind: 'one', of: TYPES },
+  group: { kind: 'one', of: GROUPS },
+  isWide: FLAG,
+  isAttached: FLAG,
+};
+const FUSE = { target: optional(TEXT), chosen: listOf(objectOf({ model: TEXT, strength: NUMBER })) };
+const readJobs = () => readTab('jobs', objectOf({}), {});
 
 /**
  * Return the fields of a dialog for a model, and a function that changes some of them.
  *
  * They survive a reload, until `change(null)`: the job has begun.
  */
-function useKept(kind, name, first) {
+function useKept(kind, name, shapes, first) {
   const key = `${kind} ${name}`;
-  const [fields, setFields] = useState(() => ({ target: null, ...first(), ...readTab('jobs', {})[key] }));
+  const [fields, setFields] = useState(() => ({ target: null, ...first(), ...readFields(readJobs()[key], shapes) }));
   const change = (more) => {
     setFields({ ...fields, ...more });
-    writeTab('jobs', { ...readTab('jobs', {}), [key]: more ? { ...fields, ...more } : undefined });
+    writeTab('jobs', { ...readJobs(), [key]: more ? { ...fields, ...more } : undefined });
   };
   return [fields, change];
 }
@@ -76,7 +86,7 @@ function JobDialog({ title, one, word, about, typed, onTyped, fields, isReady = 
 
 /** Convert the weights of a model. */
 export function Quantize({ one, onClose }) {
-  const [typed, onTyped] = useKept('convert', one.names[0], () => ({ type: 'int8', group: 64, isWide: false, isAttached: true }));
+  const [typed, onTyped] = useKept('convert', one.names[0], CONVERT, () => ({ type: 'int8', group: 64, isWide: false, isAttached: true }));
   const { type, group, isWide, isAttached } = typed;
   const isFloat = FLOATS.includes(type);
   const isPicture = one.kind === 'image';
@@ -97,7 +107,7 @@ export function Quantize({ one, onClose }) {
 /** Add adapters to the weights of a model. */
 export function Fuse({ one, onClose }) {
   const name = one.names[0];
-  const [typed, onTyped] = useKept('fuse', name, () => ({ chosen: preset(name) }));
+  const [typed, onTyped] = useKept('fuse', name, FUSE, () => ({ chosen: preset(name) }));
   const { chosen } = typed;
   useEffect(() => void findAdapters(name), [name]);
   const { list, error } = adapters.value;

@@ -8,7 +8,7 @@ const TEXTS = {}; // of the languages that are loaded, each of which has all tex
 const ERRORS = {}; // of the worker, whose messages are in English
 
 const preferred = (navigator.languages ?? ['en']).map((each) => each.slice(0, 2)).find((each) => LANGUAGES[each]);
-const first = LANGUAGES[read('language')] ? read('language') : preferred ?? 'en';
+const first = read('language', { kind: 'one', of: Object.keys(LANGUAGES) }, preferred ?? 'en');
 
 /** Load the texts of a language. */
 async function load(name) {

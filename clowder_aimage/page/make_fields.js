@@ -6,7 +6,8 @@ import { t } from './lang.js';
 import { drawSeed } from './making.js';
 import { hint, label, limitsOf } from './parameter_control.js';
 import { PARAMETERS } from './parameters.js';
-import { isNumeric, PLAIN, readSeed } from './setting.js';
+import { isNumeric, PLAIN } from './setting.js';
+import { readSeed } from './shape.js';
 import { change, EMPTY } from './state.js';
 
 /** The seed: locked, or drawn for each request. It may have more digits than a number holds. */

@@ -5,10 +5,8 @@ import { Choice, IconButton, NumberField, Slider } from './controls.js';
 import { number, t } from './lang.js';
 import { label, limitsOf } from './parameter_control.js';
 import { PARAMETERS } from './parameters.js';
+import { ASPECTS, SCALES, turned } from './setting.js';
 import { change, chosen, draft } from './state.js';
-
-const ASPECTS = ['1:1', '9:7', '4:3', '3:2', '16:9', '21:9'];
-const SCALES = [0.5, 0.75, 1, 1.25, 1.5, 2];
 
 const { width: WIDTH, height: HEIGHT } = PARAMETERS;
 const rounded = (side) => Math.max(WIDTH.least, Math.round(side / WIDTH.step) * WIDTH.step);
@@ -28,9 +26,6 @@ function sizeFields(aspect, scale, model) {
   const side = Math.sqrt((area * across) / down);
   return { aspect, scale, width: rounded(side), height: rounded((side * down) / across) };
 }
-
-/** Return an aspect with its sides exchanged. */
-const turned = (aspect) => aspect.split(':').reverse().join(':');
 
 /** Return the aspect of the list ASPECTS that is this one or its turned one. */
 const upright = (aspect) => (ASPECTS.includes(aspect) ? aspect : turned(aspect));

@@ -7,11 +7,14 @@ import { t } from './lang.js';
 import { refresh } from './refresh.js';
 import { change, chosen, draft, notice, online } from './state.js';
 import { seedAfter } from './setting.js';
+import { objectOf, TEXT, WHOLE } from './shape.js';
 import { readTab, remember, writeTab } from './storage.js';
 
 const DRAWN = 2 ** 32; // seeds of which one is drawn
 const LONGEST = 5; // seconds between two tries: the queue may be shorter than was expected
 const AGAIN = ['overloaded', 'unavailable', 'store_busy']; // refusals of a worker that will accept it later
+
+const before = readTab('making', objectOf({ prompt: TEXT, n: WHOLE }));
 
 /**
  * What is being made, or was made last; null before the first.
@@ -20,7 +23,7 @@ const AGAIN = ['overloaded', 'unavailable', 'store_busy']; // refusals of a work
  * 'progress' {step, total, left}, 'full' {until}, 'offline', 'done', 'cancelled', 'failed' {message},
  * 'interrupted'. preview is a Blob, entries are pictures, warnings are sentences.
  */
-export const run = signal(readTab('making') ? { ...blank(readTab('making')), phase: 'interrupted' } : null);
+export const run = signal(before ? { ...blank(before), phase: 'interrupted' } : null);
 
 const ENDED = ['done', 'cancelled', 'failed', 'interrupted'];
 export const isRunning = () => run.value !== null && !ENDED.includes(run.value.phase);

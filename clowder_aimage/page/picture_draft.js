@@ -7,6 +7,7 @@ import { NO_MASK, TWICE } from './picture_enlargement.js';
 import { parsedFacts, pngFacts } from './png_facts.js';
 import { checkedFacts, INITIAL, isUsed, namesOf } from './setting.js';
 import { answersChats, change, chosen, draft, EMPTY, models, notice, show, worker } from './state.js';
+import { TEXT } from './shape.js';
 import { read, readTab, write, writeTab } from './storage.js';
 
 const KEPT = ['images', 'mask', 'control'];
@@ -35,8 +36,8 @@ const OF_REFERENCES = { ...Object.fromEntries(namesOf('input').map((name) => [na
 
 /** Read the pictures of this tab's draft, or of the last one, and keep them from now on. */
 export async function keepDraftPictures() {
-  const key = readTab('draft-key') ?? crypto.getRandomValues(new Uint32Array(4)).join('-');
-  const last = readTab('draft-key') ?? read('draft-key');
+  const key = readTab('draft-key', TEXT) ?? crypto.getRandomValues(new Uint32Array(4)).join('-');
+  const last = readTab('draft-key', TEXT) ?? read('draft-key', TEXT);
   writeTab('draft-key', key);
   const kept = last && (await readDraft(last).catch(() => null));
   const isEmpty = !draft.value.images.length && !draft.value.control;

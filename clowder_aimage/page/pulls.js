@@ -7,6 +7,7 @@ import { bytes, duration, t } from './lang.js';
 import { refresh } from './refresh.js';
 import { notice } from './state.js';
 import { look } from './stock.js';
+import { TEXT } from './shape.js';
 import { readTab, writeTab } from './storage.js';
 
 const WINDOW = 8000; // milliseconds over which the rate is measured
@@ -15,7 +16,7 @@ const WINDOW = 8000; // milliseconds over which the rate is measured
 export const pulls = signal([]);
 let count = 0;
 
-const typed = signal(readTab('pull', '')); // a name; it survives a reload
+const typed = signal(readTab('pull', TEXT, '')); // a name; it survives a reload
 const type = (name) => writeTab('pull', (typed.value = name));
 
 function update(id, fields) {

@@ -3,10 +3,17 @@
 // Facts come from files, which anyone may have written: only known keys with the right types pass.
 
 import { PARAMETERS } from './parameters.js';
+import { isValid, readFields, readSeed } from './shape.js';
 
-const DIGEST = /^sha256:[0-9a-f]{64}$/;
 const OF_MODEL = ['sampling', 'guidance']; // groups whose defaults a model may have
 const { prompt, original_prompt, enhancer, negative, seed, steps, strength, control_strength } = PARAMETERS;
+
+/** The proportions that the form offers, and the factors of the model's size. */
+export const ASPECTS = ['1:1', '9:7', '4:3', '3:2', '16:9', '21:9'];
+export const SCALES = [0.5, 0.75, 1, 1.25, 1.5, 2];
+
+/** Return an aspect with its sides exchanged. */
+export const turned = (aspect) => aspect.split(':').reverse().join(':');
 
 /** The fields of an adapter of a request. */
 export const LORA = PARAMETERS.loras.of.of;
@@ -55,42 +62,12 @@ export const FACTS = {
   backend: enhancer,
 };
 
-/** Return a seed as the number or, beyond what a number holds exactly, as its digits; else null. */
-export function readSeed(value) {
-  if (!/^[0-9]+$/.test(String(value)) || String(value).length > seed.most.length) return null;
-  const found = BigInt(value);
-  if (found > BigInt(seed.most)) return null;
-  return found <= BigInt(Number.MAX_SAFE_INTEGER) ? Number(found) : String(found);
-}
-
 /** Return the seed after another, as `readSeed`. */
 export const seedAfter = (seed, more = 1) => readSeed(BigInt(seed) + BigInt(more));
 
-const isNumber = (value, { least = -Infinity, above = -Infinity, most = Infinity }) =>
-  typeof value === 'number' && Number.isFinite(value) && value >= least && value > above && value <= most;
-const isDigest = (value) => typeof value === 'string' && DIGEST.test(value);
-const isWithin = ({ length }, { least = 0, most = Infinity }) => length >= least && length <= most;
-const CHECKS = {
-  number: isNumber,
-  whole: (value, how) => Number.isInteger(value) && isNumber(value, how),
-  text: (value, how) => typeof value === 'string' && isWithin(value, how),
-  flag: (value) => typeof value === 'boolean',
-  digits: (value) => readSeed(value) !== null,
-  digest: isDigest,
-  mask: (value) => value === 'alpha' || isDigest(value),
-  one: (value, how) => how.of.includes(value),
-  list: (value, how) => Array.isArray(value) && isWithin(value, how) && value.every((each) => isValid(each, how.of)),
-  object: (value, how) => typeof value === 'object' && Object.entries(how.of).every(([name, one]) => isValid(value[name] ?? null, one)),
-};
-const isValid = (value, how) => (value === null ? Boolean(how.isOptional) : CHECKS[how.kind](value, how));
-
 /** Return the facts that are known and valid. */
 export function checkedFacts(facts) {
-  const found = {};
-  for (const [name, how] of Object.entries(FACTS)) {
-    const value = facts?.[name] ?? null;
-    if (value !== null && isValid(value, how)) found[name] = value;
-  }
+  const found = readFields(facts, FACTS, (value, how) => value !== null && isValid(value, how));
   if ('seed' in found) found.seed = readSeed(found.seed);
   if (found.loras) found.loras = found.loras.map(({ model, strength = null }) => ({ model, strength }));
   return found;
@@ -129,7 +106,7 @@ export function readValue(name, written) {
   if (how.kind === 'model') return given || null;
   if (how.kind === 'digits') return readSeed(given);
   const value = given === '' ? NaN : Number(given.replace(',', '.'));
-  if (!CHECKS[how.kind](value, how) || value % (how.step ?? value)) return null;
+  if (!isValid(value, how) || value % (how.step ?? value)) return null;
   return value;
 }
 

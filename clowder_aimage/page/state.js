@@ -2,13 +2,14 @@
 
 import { computed, effect, signal } from './html.js';
 import { PARAMETERS } from './parameters.js';
-import { INITIAL } from './setting.js';
-import { read, readTab, write, writeTab } from './storage.js';
+import { ASPECTS, INITIAL, PLAIN, SCALES, turned } from './setting.js';
+import { FLAG, isTyped, listOf, NUMBER, objectOf, optional, TEXT, WHOLE } from './shape.js';
+import { read, readKept, readTab, write, writeTab } from './storage.js';
 
 export { language } from './lang.js';
 
 /** The token of the sign-in field. It is kept for this tab only, and sent in a header only. */
-export const token = signal(readTab('token', ''));
+export const token = signal(readTab('token', TEXT, ''));
 
 /** What `GET /v1/worker` says; null until it has answered. */
 export const worker = signal(null);
@@ -45,7 +46,7 @@ export function show(name) {
 }
 
 /** 'system', 'light' or 'dark'. */
-export const theme = signal(read('theme', 'system'));
+export const theme = signal(read('theme', { kind: 'one', of: ['system', 'light', 'dark'] }, 'system'));
 
 export const notices = signal([]);
 let count = 0;
@@ -85,12 +86,19 @@ export const EMPTY = {
 };
 const NOT_TEXT = ['images', 'mask', 'control', 'errors'];
 
-/** Return what was typed before; fields of other versions of the page are left out. */
-function stored() {
-  const before = Object.entries(readTab('draft', read('draft', {}))).filter(([name]) => name in EMPTY);
-  return { ...EMPTY, ...Object.fromEntries(before) };
-}
-export const draft = signal(stored());
+const SHAPES = {
+  ...Object.fromEntries(PLAIN),
+  ...Object.fromEntries(['model', 'prompt', 'enhanced', 'enhancedFrom', 'enhancedBy', 'enhancer'].map((name) => [name, TEXT])),
+  enhance: FLAG,
+  aspect: { kind: 'one', of: ['', 'free', ...ASPECTS.flatMap((one) => [one, turned(one)])] },
+  scale: { kind: 'one', of: SCALES },
+  seedLocked: FLAG,
+  previews: WHOLE,
+  loras: listOf(objectOf({ model: TEXT, strength: optional(NUMBER), on: FLAG })),
+};
+
+/** What was typed before; fields of other versions of the page are left out. */
+export const draft = signal({ ...EMPTY, ...readKept('draft', SHAPES, isTyped) });
 
 const whole = (name) => (name && !/[:@][^/]*$/.test(name) ? `${name}:latest` : name);
 

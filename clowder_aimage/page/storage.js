@@ -1,13 +1,16 @@
 // What the browser keeps: JSON in localStorage and sessionStorage. Both may be full or forbidden.
 
+import { listOf, objectOf, readFields, readShape, TEXT } from './shape.js';
+
 const PREFIX = 'aimage.';
 const MOST_PROMPTS = 200;
+const PROMPTS = listOf(objectOf({ prompt: TEXT, negative: TEXT }));
 
-function get(place, name, otherwise) {
+function get(place, name) {
   try {
-    return JSON.parse(place().getItem(PREFIX + name)) ?? otherwise;
+    return JSON.parse(place().getItem(PREFIX + name));
   } catch {
-    return otherwise;
+    return null;
   }
 }
 
@@ -24,20 +27,23 @@ function set(place, name, value) {
 const local = () => localStorage;
 const tab = () => sessionStorage;
 
-/** Return what all tabs keep under a name. */
-export const read = (name, otherwise = null) => get(local, name, otherwise);
+/** Return what all tabs keep under a name, if it has the shape `how`. Another version may have written it. */
+export const read = (name, how, otherwise = null) => readShape(get(local, name), how, otherwise);
 
 /** Keep a value for all tabs, also after the browser is closed; return whether it was kept. */
 export const write = (name, value) => set(local, name, value);
 
-/** Return what this tab keeps under a name: it survives a reload. */
-export const readTab = (name, otherwise = null) => get(tab, name, otherwise);
+/** Return what this tab keeps under a name, if it has the shape `how`: it survives a reload. */
+export const readTab = (name, how, otherwise = null) => readShape(get(tab, name), how, otherwise);
+
+/** Return the fields of what this tab keeps, else of what all tabs do, that have their shapes. */
+export const readKept = (name, shapes, accepts) => readFields(get(tab, name) ?? get(local, name), shapes, accepts);
 
 /** Keep a value for this tab; return whether it was kept. */
 export const writeTab = (name, value) => set(tab, name, value);
 
 /** Return the prompts that were used, the newest first, as {prompt, negative}. */
-export const history = () => read('history', []);
+export const history = () => read('history', PROMPTS, []);
 
 /** Add a prompt, or move it to the front. */
 export function remember(prompt, negative = '') {

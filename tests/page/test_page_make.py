@@ -489,6 +489,82 @@ def test_a_draft_of_another_version_is_read_as_far_as_it_is_known(open_page: Ope
     assert not {"guidanceEnd", "controlStrength"} & found.keys()
 
 
+KEPT = """value => {
+    const names = ['theme', 'language', 'draft', 'draft-key', 'chat', 'history', 'again', 'grid',
+        'jobs', 'making', 'pull', 'token'];
+    for (const place of [localStorage, sessionStorage]) {
+        for (const name of names) place.setItem(`aimage.${name}`, value);
+    }
+}"""
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "5",
+        "{",
+        "[]",
+        "{}",
+        '"x"',
+        "[null, 5, {}, [1]]",
+        '"toString"',
+        '{"prompt": 5, "negative": [], "loras": 5, "n": "x", "model": {}, "aspect": 1}',
+        '{"scale": "x", "images": 5, "errors": 5, "previews": "x", "width": "x", "n": null}',
+        '{"loras": [5], "messages": 5, "typed": {}, "seed": {"toString": 1}, "expand": {}}',
+        '{"messages": [null, {"role": {}, "content": 5}], "thinks": "x", "name": "toString"}',
+        '{"across": 5, "down": null, "id": 1, "text": {}, "length": 3, "filter": 1}',
+    ],
+)
+def test_kept_values_of_another_shape_are_ignored(open_page: OpenPage, value: str) -> None:
+    page = open_page()
+    page.evaluate(KEPT, value)
+    # A token of the wrong type is none
+    page.reload()
+    expect(page.get_by_label("Prompt", exact=True)).to_have_value("")
+    page.get_by_label("Prompt", exact=True).fill("a fox")
+    for name in ("Gallery", "Models", "Chat", "Make"):
+        page.get_by_role("link", name=name, exact=True).click()
+        expect(page.locator("#main")).not_to_be_empty()
+
+
+WRONG: list[Any] = [{}, [], [{}], [[["x"]]], True, -1, 1e308, "x", {"toString": 1}, {"length": 1}]
+
+
+def test_facts_of_another_shape_are_ignored(open_page: OpenPage) -> None:
+    page = open_page()
+    names = (
+        "reference",
+        "width",
+        "seed",
+        "guidance",
+        "loras",
+        "expand",
+        "mask",
+        "references",
+        "fine",
+    )
+    for name in names:
+        for value in WRONG:
+            facts = {"prompt": f"{name} {value}", name: value}
+            give(page, "body", ("one.png", "image/png", with_facts(png(), facts)))
+            expect(page.get_by_label("Prompt", exact=True)).to_have_value(facts["prompt"])
+    assert draft(page)["seed"] is None
+
+
+def test_a_copied_line_takes_no_name_or_prompt_for_an_option(open_page: OpenPage) -> None:
+    page = open_page()
+    lines = page.evaluate(
+        """async () => {
+            const { runLine } = await import('/page/copy_text.js');
+            const facts = { reference: '--output=/etc/x', width: 64, height: 64 };
+            const line = (prompt) => runLine({ ...facts, prompt }, { host: 'localhost:11434' });
+            return ['-x', 'a fox', '-'].map(line);
+        }"""
+    )
+    start = "aimage run --size 64x64 -- '--output=/etc/x'"
+    assert lines == [f"{start} '-x'", f"{start} 'a fox'", f"printf %s - | {start}"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [5, 10])
 def test_many_tabs_make_pictures_at_once(
