@@ -17,7 +17,7 @@ from clowder_aimage.http import systemd
 from clowder_aimage.http.access import ANY_ADDRESS, LOOPBACK_HOSTS
 
 _SOCKET_MODE, _DIRECTORY_MODE = 0o660, 0o750
-_BACKLOG = 128
+BACKLOG = 128
 
 
 @dataclass(slots=True)
@@ -118,7 +118,7 @@ def listen_tcp(endpoint: Endpoint, remedy: str = "") -> socket.socket:
         family, _, _, _, address = socket.getaddrinfo(
             endpoint.host, endpoint.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        return socket.create_server(address[:2], family=family, backlog=_BACKLOG)
+        return socket.create_server(address[:2], family=family, backlog=BACKLOG)
     except OSError as error:
         # Python's text of this error repeats the address
         is_taken = error.errno == errno.EADDRINUSE
@@ -158,7 +158,7 @@ def listen_unix(path: Path) -> socket.socket:
                 listening.bind(str(path))
             finally:
                 os.umask(old_umask)
-            listening.listen(_BACKLOG)
+            listening.listen(BACKLOG)
         except BaseException:
             listening.close()
             raise

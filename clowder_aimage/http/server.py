@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from typing import Any
 
 from aiohttp import web
-from aiohttp.typedefs import Handler, Middleware
 
 from clowder_aimage.document.optional_file import report_warnings
 from clowder_aimage.errors import AImageError
@@ -18,7 +17,8 @@ from clowder_aimage.http import systemd
 from clowder_aimage.http.api_error import OPENAI
 from clowder_aimage.http.app import build_app
 from clowder_aimage.http.background import run_in_background
-from clowder_aimage.http.listening_socket import Listeners
+from clowder_aimage.http.connection import Connection, ConnectionLimit, IdleTimeout
+from clowder_aimage.http.listening_socket import BACKLOG, Listeners
 from clowder_aimage.http.route import Role
 from clowder_aimage.layout.lock import ON_WAIT
 
@@ -26,55 +26,12 @@ from clowder_aimage.layout.lock import ON_WAIT
 MAX_HEADER = 16 * 1024
 # Seconds for connections to close after all work is done
 LINGER = 1.0
-# Seconds that a connection may be idle
-IDLE = 60.0
-# Number of idle connections above which IDLE_IN_CROWD applies
-CROWD = 512
-IDLE_IN_CROWD = 2.0  # seconds
 # Seconds within which the client must receive a byte
 WRITE = 60.0
 # Seconds between two checks
 INTERVAL = 1.0
 
 _log = logging.getLogger("aimage.http")
-
-
-class IdleTimeout:
-    """Closes idle connections. A request begins when its headers are complete."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._busy: set[web.RequestHandler] = set()
-        self._since: dict[web.RequestHandler, float] = {}
-
-    @property
-    def middleware(self) -> Middleware:
-        """The first middleware of an application."""
-
-        @web.middleware
-        async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-            connection = request.protocol
-            self._busy.add(connection)
-            try:
-                return await handler(request)
-            finally:
-                self._busy.discard(connection)
-                self._since[connection] = self._clock()
-
-        return middleware
-
-    def check(self, connections: list[web.RequestHandler]) -> None:
-        """Close the ``connections`` that have been idle for too long."""
-        timestamp = self._clock()
-        self._since = {
-            connection: self._since.get(connection, timestamp)
-            for connection in connections
-            if connection not in self._busy
-        }
-        timeout = IDLE_IN_CROWD if len(self._since) > CROWD else IDLE
-        for connection, since in self._since.items():
-            if timestamp - since > timeout and connection.transport is not None:
-                connection.transport.abort()
 
 
 class WriteTimeout:
@@ -218,6 +175,7 @@ async def accepting(
     """Serve requests; on exit, let connections close within a short time."""
     clock = asyncio.get_running_loop().time
     idle, stalled = IdleTimeout(clock), WriteTimeout(clock)
+    limit = ConnectionLimit.of_process()
     app.middlewares.insert(0, idle.middleware)
     defaults: dict[str, Any] = {
         # Bodies with a Content-Encoding are refused
@@ -233,14 +191,17 @@ async def accepting(
     logging.getLogger("aiohttp.server").addFilter(_is_not_disconnect)
     runner = web.AppRunner(app, access_log=None, **(defaults | options))
     await runner.setup()
-    try:
+    server = runner.server
+    assert server is not None  # noqa: S101 - it is made by setup
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(runner.cleanup)
         for listening in listeners.sockets:
-            await web.SockSite(runner, listening).start()
-        assert runner.server is not None  # noqa: S101
-        async with run_in_background(_check_connections(runner.server, idle, stalled)):
+            accepting_server = await asyncio.get_running_loop().create_server(
+                lambda: Connection(server(), idle, limit), sock=listening, backlog=BACKLOG
+            )
+            stack.callback(accepting_server.close)
+        async with run_in_background(_check_connections(server, idle, stalled)):
             yield
-    finally:
-        await runner.cleanup()
 
 
 async def _check_connections(server: web.Server, *timeouts: IdleTimeout | WriteTimeout) -> None:

@@ -29,12 +29,12 @@ from pathlib import Path
 from clowder_aimage.layout import ImageLayout, LayeredStore
 from clowder_aimage.distribution import cache, catalog_routes
 from clowder_aimage.distribution import role as registry_role
-from clowder_aimage.http import body_stream
+from clowder_aimage.http import body_stream, connection
 from clowder_aimage.http import server as http_server
 flags = dict(flag.partition("=")[::2] for flag in sys.argv[3:])
 if "impatient" in flags:
     body_stream.READ_TIMEOUT = registry_role.GRACE = float(flags["impatient"] or 0.2)
-    http_server.IDLE = http_server.INTERVAL = 0.1
+    connection.HEADERS = connection.IDLE = http_server.INTERVAL = 0.1
     cache.CLOSE_TIMEOUT = 0.2
 catalog_routes.MAX_PAGE = int(flags.get("page", catalog_routes.MAX_PAGE))
 upstream = None

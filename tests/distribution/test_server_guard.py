@@ -19,9 +19,7 @@ from aiohttp import web
 from clowder_aimage.content.store import build_bytes_body
 from clowder_aimage.distribution.catalog import Catalog
 from clowder_aimage.errors import UsageError
-from clowder_aimage.http import server as http_server
 from clowder_aimage.http.access import read_token
-from clowder_aimage.http.server import IdleTimeout
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.repository_record import RepositoryRecords
 from clowder_aimage.oci import Descriptor, Reference, mediatype, parse_document
@@ -143,33 +141,6 @@ def test_missing_body_times_out(impatient: Server, path: str) -> None:
         connection.sendall((head + kind).encode() + b"x")
         assert wait_closed(connection).startswith(b"HTTP/1.1 408")
     assert impatient.ingests() == []
-
-
-class Connection:
-    """The part of an aiohttp connection that the code under test reads."""
-
-    def __init__(self) -> None:
-        self.aborted = False
-
-    @property
-    def transport(self) -> Connection:
-        return self
-
-    def abort(self) -> None:
-        self.aborted = True
-
-
-def test_idle_timeout_is_shorter_with_many_connections() -> None:
-    now = [0.0]
-    idle = IdleTimeout(lambda: now[0])
-    crowd: Any = [Connection() for _ in range(http_server.CROWD + 1)]
-    few = crowd[:3]
-    idle.check(few)
-    now[0] = http_server.IDLE_IN_CROWD + 1
-    idle.check(few)
-    assert not any(each.aborted for each in few)
-    idle.check(crowd)
-    assert [each.aborted for each in crowd] == [True] * 3 + [False] * (len(crowd) - 3)
 
 
 @pytest.mark.parametrize("code", [0, errno.EINVAL, errno.ENOSYS])

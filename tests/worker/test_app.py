@@ -34,7 +34,7 @@ from clowder_aimage.errors import (
     UsageError,
     VerificationError,
 )
-from clowder_aimage.http import app, server
+from clowder_aimage.http import app, connection, server
 from clowder_aimage.http.api_error import convert_error
 from clowder_aimage.http.listening_socket import listen
 from clowder_aimage.http.route import Role, Route
@@ -218,7 +218,7 @@ def test_a_draining_worker_refuses_pulls_and_serves_reads(tmp_path: Path) -> Non
 
 
 def test_a_stalled_request_head_closes_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "IDLE", 0.05)
+    monkeypatch.setattr(connection, "HEADERS", 0.05)
     monkeypatch.setattr(server, "INTERVAL", 0.01)
     places = listen("127.0.0.1:0", has_tokens=False)
 
