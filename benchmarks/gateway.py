@@ -41,9 +41,10 @@ from aiohttp import web
 
 from benchmarks.jobs import ENVIRONMENT, PICTURES, Program, free_port, percentiles
 from clowder_aimage.api.request_body import read_checked
+from clowder_aimage.cli.console.fleet_access import build_fleet_access
 from clowder_aimage.errors import NotFoundError
 from clowder_aimage.fleet.joined_worker import JoinedWorker, WorkerIdentity
-from clowder_aimage.fleet.link import WORKER, FleetAccess, FleetLink
+from clowder_aimage.fleet.link import WORKER, FleetLink
 from clowder_aimage.http.app import build_app
 from clowder_aimage.http.listening_socket import listen
 from clowder_aimage.http.local_call import LocalCalls
@@ -151,6 +152,7 @@ def service_of(role: SleepingRole, slots: int) -> Any:
     return SimpleNamespace(
         settings=settings,
         store=ScriptedStore(),
+        descriptions=None,
         engine=SimpleNamespace(
             list_loaded=loaded, set_eviction_cost=set_eviction_cost, is_draining=False
         ),
@@ -171,7 +173,8 @@ async def run_workers(options: argparse.Namespace) -> None:
         for at, port in enumerate(map(int, options.ports.split(",")), options.first):
             warm = (TEXT,) if options.slots > 2 else ()
             role = SleepingRole(options.slots, options.seconds, (*warm, "m1:latest"))
-            link = FleetLink(FleetAccess((options.nats,)), WORKER, f"w{at}")
+            access = build_fleet_access(options.nats, {}, WORKER)
+            link = FleetLink(access, WORKER, f"w{at}")
             service = service_of(role, options.slots)
             joined = JoinedWorker(link, service, LocalCalls(role), WorkerIdentity(f"w{at}"))
             know_models(joined)
@@ -191,6 +194,8 @@ class SleepingFleet:
         self.url, self.place, self.count = f"nats://127.0.0.1:{port}", place, workers
         server = ["nats-server", "-a", "127.0.0.1", "-p", str(port), "-js", "-sd", f"{place}/js"]
         self.nats = Program("nats", port, server, place)
+        # The keys of the fleet are in the configuration of this user.
+        ENVIRONMENT["XDG_CONFIG_HOME"] = str(place / "config")
         self.ports = [free_port() for _ in range(workers)]
         self.programs = []
         for first in range(0, workers, TOGETHER):

@@ -116,6 +116,8 @@ class JobFleet:
         self.url = f"nats://127.0.0.1:{nats}"
         server = ["nats-server", "-a", "127.0.0.1", "-p", str(nats), "-js", "-sd", f"{place}/js"]
         self.nats = Program("nats", nats, server, place)
+        # The keys of the fleet are in the configuration of this user.
+        ENVIRONMENT["XDG_CONFIG_HOME"] = str(place / "config")
         store = ["--store", str(place / "store")]
         subprocess.run(
             [*aimage, "create", "-q", "tiny", str(ROOT / "examples/tiny"), *store],
