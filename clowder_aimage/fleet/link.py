@@ -73,7 +73,7 @@ _log = logging.getLogger("aimage.fleet")
 GATEWAY, WORKER, OPERATOR = "gateway", "worker", "operator"
 LOST = (NatsError, TimeoutError, OSError)
 # Reasons that waiting does not remove.
-_LASTING = (UsageError, UnauthorizedError)
+_LASTING = (UsageError, UnauthorizedError, VerificationError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,22 +364,32 @@ class FleetLink:
     def _take_key_set(self, raw: bytes) -> None:
         """Use a key set. Raises ContentError: it is not usable, or lacks the key of this program.
 
-        An older one is not used: a removed key stays removed.
+        An older one is not used: a removed key stays removed. One that is not usable does not
+        replace another, as any program of a fleet may be able to make the server store it.
         """
         root, signer = self._access.root, self._access.signer
         if not root and self._kind == OPERATOR:
             # It may still read the status of the fleet.
             return
-        key_set = KeySet.decode(raw, root, self.names.fleet)
-        current = self.verifier.key_set
-        if current is not None and key_set.version < current.version:
-            message = f"the key set of the fleet has version {key_set.version}"
-            raise VerificationError(f"{message}, which is older than {current.version}")
-        self.verifier.key_set = key_set
+        try:
+            self.verifier.key_set = self._decode_key_set(raw, root)
+        except (FormatError, VerificationError) as error:
+            if self.verifier.key_set is None:
+                raise
+            _log.error("the key set of the fleet was refused", extra={"reason": error.message})
+        key_set = self.verifier.key_set
         if signer is not None and key_set.find(signer.public, self._kind) is None:
             message = f"the key set of the fleet does not have the key of this {self._kind}"
             facts = {"role": self._kind, "public": signer.public}
             raise UsageError(message, remedy="add_signing_key", **facts)
+
+    def _decode_key_set(self, raw: bytes, root: str) -> KeySet:
+        """Return a key set. Raises FormatError, VerificationError: also one that is older."""
+        key_set, current = KeySet.decode(raw, root, self.names.fleet), self.verifier.key_set
+        if current is not None and key_set.version < current.version:
+            message = f"the key set of the fleet has version {key_set.version}"
+            raise VerificationError(f"{message}, which is older than {current.version}")
+        return key_set
 
     def _check_server(self) -> None:
         """Raise UsageError if the server is too old, or accepts only short messages."""

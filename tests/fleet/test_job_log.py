@@ -14,6 +14,7 @@ from clowder_aimage.engine.admission import NEVER
 from clowder_aimage.errors import FormatError, NetworkError, NotFoundError
 from clowder_aimage.fleet.frame import BEGIN, END, RELEASED, Attempt
 from clowder_aimage.fleet.job import log as job_log
+from clowder_aimage.fleet.job import reader as job_reader
 from clowder_aimage.fleet.job.envelope import JOB, TICKET
 from clowder_aimage.fleet.job.job import FleetJob
 from clowder_aimage.fleet.job.log import JobLog, SupersededError
@@ -23,7 +24,7 @@ from clowder_aimage.fleet.worker_registry import WorkerRegistry
 from clowder_aimage.http.route import ADMIN, INFER
 from clowder_aimage.oci import Reference
 from tests.fleet.attempt import begin, read_kinds
-from tests.fleet.fleet_run import FleetRun, ScriptedRole, prompt_as_picture
+from tests.fleet.fleet_run import PICTURES, FleetRun, ScriptedRole, prompt_as_picture
 from tests.wait import PATIENCE, until_async
 
 pytestmark = pytest.mark.integration
@@ -180,5 +181,94 @@ def test_a_model_that_a_job_pulled_has_the_name_that_was_asked_for(play: Play) -
             newer = f"sha256:{'0' * 64}"  # of other workers
             assert await served(other, ADMIN, newer) == f"{other}@{newer}"
             assert str(store.resolve(Reference.parse(other)).digest) == digest
+
+    play(scene)
+
+
+def test_a_job_that_another_worker_removed_from_the_queue_is_published_again(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker may acknowledge any message; a job ends only by its marks."""
+    monkeypatch.setattr(job_reader, "SILENCE", 0.05)
+
+    async def scene(fleet: FleetRun) -> None:
+        role = ScriptedRole(prompt_as_picture)
+        async with fleet.gateway() as url, fleet.worker("w", role) as worker:
+            worker.takes_jobs = False
+            await fleet.know(url, 1)
+            asked = asyncio.create_task(fleet.ask(url, "a cat", seed=1))
+            job, ticket = await on_queue(fleet)
+            # A worker that has left began it and removed it.
+            await begin(worker._link, job, "gone", ticket)
+            async with fleet.opened_gateway_link() as link:
+                await link.streams.purge_stream(link.names.jobs)
+            worker.takes_jobs = True
+            worker._wake.set()
+            status, answer = await asked
+            assert (status, answer["data"][0]["b64_json"]) == (200, "a cat 1")
+            assert role.served == ["a cat"]
+
+    play(scene)
+
+
+def test_a_job_that_workers_remove_again_and_again_is_given_up(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job_reader, "SILENCE", 0.02)
+
+    async def scene(fleet: FleetRun) -> None:
+        role = ScriptedRole(prompt_as_picture)
+        async with (
+            fleet.gateway() as url,
+            fleet.worker("w", role) as worker,
+            fleet.opened_gateway_link() as link,
+        ):
+            worker.takes_jobs = False
+            await fleet.know(url, 1)
+            asked = asyncio.create_task(fleet.ask(url, "a cat"))
+            while not asked.done():
+                await link.streams.purge_stream(link.names.jobs)
+                await asyncio.sleep(0.01)
+            status, answer = await asked
+            assert (status, answer["error"]["code"]) == (500, "job_given_up")
+            assert not role.served
+
+    play(scene)
+
+
+def test_what_a_job_stored_is_removed_when_it_is_over(play: Play) -> None:
+    """Its large body always, and its response unless an idempotency key keeps it."""
+
+    async def scene(fleet: FleetRun) -> None:
+        role = ScriptedRole(prompt_as_picture)
+        large = {"prompt": "x", "unknown": "x" * 900_000}
+        async with (
+            fleet.gateway() as url,
+            fleet.worker("w", role),
+            fleet.opened_gateway_link() as link,
+        ):
+            await fleet.know(url, 1)
+
+            async def count() -> tuple[int, int]:
+                names, info = link.names, link.streams.stream_info
+                bodies, logs = await info(names.bodies), await info(names.logs)
+                return bodies.state.messages, logs.state.messages
+
+            async def is_empty() -> bool:
+                return await count() == (0, 0)
+
+            body = {"model": "tiny", **large}
+            async with fleet.session.post(url + PICTURES, json=body) as answer:
+                assert answer.status == 200
+            await until_async(is_empty)
+            headers = {"Idempotency-Key": "k"}
+            async with fleet.session.post(url + PICTURES, json=body, headers=headers) as answer:
+                assert answer.status == 200
+
+            async def has_response() -> bool:
+                bodies, logs = await count()
+                return bodies == 0 and logs > 0
+
+            await until_async(has_response)
 
     play(scene)
