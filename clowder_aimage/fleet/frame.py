@@ -4,10 +4,9 @@ The frames of a job are in streams that keep them for a time: a gateway reads th
 published, and again from the streams if it missed some. Each attempt to serve a job numbers its
 frames from 0. All frames but HEAD and DATA are marks, which have a separate stream
 (``job/mark.py``). The subject of a frame has the name of its worker, which the permissions of NATS
-fix.
+fix, and it has a MAC (``proof``) by the ticket of its job (``job/ticket.py``).
 
-BEGIN   an attempt begins; the data are random, and tell it from others with its number. The proof
-        is a signature by the ticket of the job
+BEGIN   an attempt begins; the data are random, and tell it from others with its number
 HEAD    status and headers of the response, as JSON
 DATA    bytes of the body
 END     the response is complete; the last mark of a job
@@ -15,7 +14,7 @@ RELEASED the attempt ended without fault, such as at a shutdown, and another one
 FAILED  the attempt failed, and another one may follow
 DEAD    the job was given up; the data are the reason, as JSON. The last mark of a job
 ADMITTED a gateway accepted the job of an idempotency key; the data are the digest of its request,
-         and the public key of its ticket
+         and its ticket, sealed for the gateways
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from clowder_aimage.fleet.job.choice import JobChoice, Key
 from clowder_aimage.fleet.job.envelope import JOB, TICKET, JobEnvelope
 from clowder_aimage.fleet.job.job import FleetJob
 from clowder_aimage.fleet.job.log import JobLog
-from clowder_aimage.fleet.job.mark import JobTicket, MarkChain
+from clowder_aimage.fleet.job.mark import MarkChain
 from clowder_aimage.fleet.job.request import answer_call
 from clowder_aimage.fleet.job.run import (
     DONE,
@@ -39,6 +39,7 @@ from clowder_aimage.fleet.job.run import (
     JobRun,
     extend_deadline,
 )
+from clowder_aimage.fleet.job.ticket import JobTicket
 from clowder_aimage.fleet.key import GATEWAY, OPERATOR
 from clowder_aimage.fleet.link import LOST, FleetLink
 from clowder_aimage.fleet.placement import Placement, SlotCounter
@@ -319,11 +320,11 @@ class JoinedWorker(Role):
     async def _end_unreadable(self, message: Msg, error: FormatError) -> None:
         """End a job that no worker can read. Raises AImageError, LOST."""
         headers, link = message.headers or {}, self._link
-        job, ticket = headers.get(JOB, ""), JobTicket.parse(headers.get(TICKET, ""))
-        marks = await link.read_marks(job)
-        chain = MarkChain(job, {ticket.public}).add_all(frame for _, frame in marks)
+        ticket = JobTicket.parse(headers.get(JOB, ""), headers.get(TICKET, ""))
+        marks = await link.read_marks(ticket.job)
+        chain = MarkChain(ticket).add_all(frame for _, frame in marks)
         if not chain.is_over:
-            log = JobLog(link, job, self._identity.id, Attempt.following(chain.last), ticket)
+            log = JobLog(link, self._identity.id, Attempt.following(chain.last), ticket)
             text = f"the job was given up, as no worker can read it: {error.message}"
             await log.begin()
             await log.end(DEAD, {"status": 500, "code": "job_given_up", "message": text})

@@ -17,7 +17,8 @@ from dataclasses import asdict, dataclass
 from typing import Annotated, Literal
 
 import nkeys  # type: ignore[import-untyped]
-from nacl.exceptions import BadSignatureError
+from nacl.exceptions import BadSignatureError, CryptoError
+from nacl.public import SealedBox
 from nacl.signing import SigningKey, VerifyKey
 from pydantic import ConfigDict, Field, TypeAdapter
 
@@ -74,6 +75,18 @@ class FleetKey:
         """Return the signature of bytes, 64 bytes."""
         return bytes(self._key.sign(data).signature)
 
+    def open(self, box: bytes) -> bytes | None:
+        """Return what was sealed for this key; None if the box is for another one."""
+        try:
+            return bytes(SealedBox(self._key.to_curve25519_private_key()).decrypt(box))
+        except (CryptoError, ValueError, TypeError):
+            return None
+
+
+def seal(key: VerifyKey, data: bytes) -> bytes:
+    """Return bytes that only the owner of a key can read (libsodium, "Sealed boxes")."""
+    return bytes(SealedBox(key.to_curve25519_public_key()).encrypt(data))
+
 
 def encode_public_key(raw: bytes, kind: int) -> str:
     """Return a public key of 32 bytes in the text form."""
@@ -129,6 +142,10 @@ class KeySet:
             if key.public == public and key.role == role:
                 return decode_public_key(key.public, SIGNER)
         return None
+
+    def list_keys(self, role: str) -> list[VerifyKey]:
+        """Return the keys with a role."""
+        return [decode_public_key(key.public, SIGNER) for key in self.keys if key.role == role]
 
     def encode(self, root: FleetKey) -> bytes:
         """Return the key set as JSON, signed by the root key."""

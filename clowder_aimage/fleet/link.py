@@ -19,6 +19,7 @@ from typing import Any
 
 import nkeys  # type: ignore[import-untyped]
 import tenacity
+from nacl.signing import VerifyKey
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
@@ -35,6 +36,7 @@ from clowder_aimage.errors import (
     VerificationError,
 )
 from clowder_aimage.fleet.frame import Frame
+from clowder_aimage.fleet.job.ticket import Admission, JobTicket
 from clowder_aimage.fleet.key import FleetKey, KeySet
 from clowder_aimage.fleet.name import KEY_SET, FleetNames
 from clowder_aimage.fleet.permission import build_inbox_prefix
@@ -466,6 +468,16 @@ class FleetLink:
         """Return the headers of a message with the signature of this program."""
         assert self._signer is not None  # noqa: S101 - workers do not sign
         return self._signer.sign(subject, data, headers or {})
+
+    def list_gateways(self) -> list[VerifyKey]:
+        """Return the keys of the gateways of the fleet."""
+        key_set = self.verifier.key_set
+        return key_set.list_keys(GATEWAY) if key_set is not None else []
+
+    def open_ticket(self, job: str, admission: Admission) -> JobTicket | None:
+        """Return the ticket in an admission; None if it is not for the key of this program."""
+        signer = self._access.signer
+        return admission.open(job, signer) if signer is not None else None
 
     async def publish(
         self, subject: str, data: bytes = b"", headers: dict[str, str] | None = None

@@ -27,7 +27,7 @@ from clowder_aimage.fleet.job import reader as job_reader
 from clowder_aimage.fleet.job import run as job_run
 from clowder_aimage.fleet.job.envelope import JOB, TICKET, JobEnvelope
 from clowder_aimage.fleet.job.job import FleetJob
-from clowder_aimage.fleet.job.mark import JobTicket
+from clowder_aimage.fleet.job.ticket import JobTicket
 from clowder_aimage.fleet.link import GATEWAY, OPERATOR, WORKER, FleetLink
 from clowder_aimage.fleet.name import BATCH
 from clowder_aimage.fleet.worker_registry import give_order
@@ -453,8 +453,8 @@ def test_a_worker_that_vanished_too_often_is_named(play: Play) -> None:
                     await operator.wait_until_ready(PATIENCE)
                     for stream in names.logs, names.marks, names.dead:
                         await operator.streams.purge_stream(stream)
-                ticket = JobTicket.generate()
-                frame = build_begin(job, "w5", ticket, 4, ("w2", "w3", "w4"))
+                ticket = JobTicket.generate(job)
+                frame = build_begin("w5", ticket, 4, ("w2", "w3", "w4"))
                 await link.store(names.build_mark_subject("w5", job), frame.data, frame.headers)
                 role.served.clear()
                 found = await _published_again(link, job, ticket, fleet, url)
@@ -799,9 +799,9 @@ def test_a_finished_job_that_the_server_left_on_the_queue_is_removed(play: Play)
             running = "ab" * 32
             for name, digest in (("done", "cd" * 32), ("running", running)):
                 subject = link.names.build_job_subject(BATCH, digest, "me")
-                ticket = JobTicket.generate()
-                await link.store(subject, b"x", {JOB: name, TICKET: ticket.key.seed})
-                log = await begin(link, name, "w", ticket)
+                ticket = JobTicket.generate(name)
+                await link.store(subject, b"x", {JOB: name, TICKET: ticket.encode()})
+                log = await begin(link, "w", ticket)
                 if name == "done":
                     await log.end()
 

@@ -14,6 +14,7 @@ from nats.errors import TimeoutError as NatsTimeoutError
 from clowder_aimage.errors import UsageError, VerificationError
 from clowder_aimage.fleet.gateway.job_queue import JobQueue, QueuedJob
 from clowder_aimage.fleet.job.job import FleetJob
+from clowder_aimage.fleet.job.ticket import JobTicket
 from clowder_aimage.fleet.key import GATEWAY, OPERATOR, ROOT, SIGNER, FleetKey
 from clowder_aimage.fleet.link import WORKER, FleetLink
 from clowder_aimage.fleet.name import KEY_SET
@@ -117,7 +118,7 @@ def test_a_job_that_is_over_is_not_begun_again_by_its_signed_message(play: Play)
             fields = {"model": "tiny", "prompt": "once", "seed": 1}
             job = FleetJob("j", PICTURES, "infer", "me", "tiny", "tiny", digest, fields=fields)
             queue = JobQueue(link, lambda _: True)
-            queued = QueuedJob(job)
+            queued = QueuedJob(job, JobTicket.generate("j"))
             for queued.publications in range(3):
                 await queue.put(queued)
 

@@ -44,11 +44,13 @@ from clowder_aimage.fleet.job.choice import (
     claim_delay_stored,
 )
 from clowder_aimage.fleet.job.job import FleetJob
-from clowder_aimage.fleet.job.mark import Admission, JobTicket, MarkChain
+from clowder_aimage.fleet.job.mark import MarkChain
 from clowder_aimage.fleet.job.reader import FrameOrder
 from clowder_aimage.fleet.job.run import CANCELLED, DONE, JobRun
+from clowder_aimage.fleet.job.ticket import Admission, JobTicket
+from clowder_aimage.fleet.key import SIGNER, FleetKey, decode_public_key
 from clowder_aimage.fleet.link import GATEWAY, FleetAccess, FleetLink
-from clowder_aimage.fleet.name import BATCH, GATEWAYS, INTERACTIVE, FleetNames
+from clowder_aimage.fleet.name import BATCH, INTERACTIVE, FleetNames
 from clowder_aimage.fleet.placement import DemandStats, Placement, SlotCounter
 from clowder_aimage.fleet.stream import FleetShape
 from clowder_aimage.fleet.worker_registry import WorkerRegistry, WorkerStatus
@@ -104,9 +106,9 @@ def test_an_attempt_counts_the_workers_that_failed() -> None:
 
 
 def test_frames_are_ordered_once_and_by_attempt() -> None:
-    ticket = JobTicket.generate()
-    order = FrameOrder(MarkChain("j", {ticket.public}))
-    begins = {number: build_begin("j", f"w{number}", ticket, number) for number in (1, 2)}
+    ticket = JobTicket.generate("j")
+    order = FrameOrder(MarkChain(ticket))
+    begins = {number: build_begin(f"w{number}", ticket, number) for number in (1, 2)}
 
     def add(attempt: int, number: int) -> list[tuple[int, int]]:
         kind = HEAD if number == 1 else DATA
@@ -126,15 +128,15 @@ def test_frames_are_ordered_once_and_by_attempt() -> None:
 
 
 def test_frames_are_those_of_the_attempt_that_counts_in_the_stream() -> None:
-    ticket = JobTicket.generate()
-    order = FrameOrder(MarkChain("j", {ticket.public}))
-    first, second = (build_begin("j", worker, ticket) for worker in ("w1", "w2"))
+    ticket = JobTicket.generate("j")
+    order = FrameOrder(MarkChain(ticket))
+    first, second = (build_begin(worker, ticket) for worker in ("w1", "w2"))
     # They arrived here in the other order.
     for frame in second, first:
         assert order.add_mark(frame) == [frame]
-    chain = MarkChain("j", {ticket.public}).add_all([first, second])
+    chain = MarkChain(ticket).add_all([first, second])
     assert order.follow(chain) == [second] and order.follow(chain) == []
-    end = Frame(END, 1, 2, worker="w2")
+    end = ticket.prove(Frame(END, 1, 2, worker="w2"))
     chain.add(end)
     assert order.follow(chain) == [] and order.has_gap
     data = Frame(HEAD, 1, 1, worker="w2")
@@ -157,32 +159,53 @@ MARKS = {
 
 @pytest.mark.parametrize("name", MARKS)
 def test_a_mark_counts_only_if_it_is_of_the_attempt_that_counts(name: str) -> None:
-    ticket = JobTicket.generate()
-    chain = MarkChain("j", {ticket.public})
-    assert chain.add(build_begin("j", "w1", ticket))
+    ticket = JobTicket.generate("j")
+    chain = MarkChain(ticket)
+    assert chain.add(build_begin("w1", ticket))
     for kind, worker, attempt, counts in MARKS[name]:
-        assert chain.add(Frame(kind, attempt, 1, b"x", worker)) is counts
+        assert chain.add(ticket.prove(Frame(kind, attempt, 1, b"x", worker))) is counts
 
 
-def test_an_attempt_begins_only_with_the_ticket_of_the_job() -> None:
-    ticket, other = JobTicket.generate(), JobTicket.generate()
-    chain = MarkChain("j", {ticket.public})
-    good = build_begin("j", "w1", ticket)
+def test_a_mark_counts_only_with_the_ticket_of_the_job() -> None:
+    ticket, other = JobTicket.generate("j"), JobTicket.generate("j")
+    chain = MarkChain(ticket)
+    good = build_begin("w1", ticket)
     for wrong in (
-        build_begin("j", "w1", other),
-        build_begin("k", "w1", ticket),
+        build_begin("w1", other),
+        build_begin("w1", JobTicket("k", ticket.secret)),
         replace(good, worker="w2"),  # copied by another worker
         replace(good, attempt=2),
         replace(good, data=b"other"),
         replace(good, proof=""),
-        replace(good, proof="no base64"),
+        replace(good, proof="é"),
+        replace(good, kind=END),
+        replace(good, number=1),
+        replace(good, past=("w2",)),
     ):
         assert not chain.add(wrong)
     assert chain.add(good) and not chain.add(good)
-    later = build_begin("j", "w2", other, 2)
-    assert not chain.add(later)
-    admission = Admission("request", other.public).encode()
-    assert chain.add(Frame(ADMITTED, 0, 0, admission, GATEWAYS)) and chain.add(later)
+    end = Frame(END, 1, 1, worker="w1")
+    # The server stored it in the subject of the worker for another one.
+    assert not chain.add(end) and not chain.add(other.prove(end))
+    assert chain.add(ticket.prove(end)) and chain.is_over
+
+
+def test_a_ticket_is_read_by_the_gateways_for_which_it_was_sealed() -> None:
+    ticket = JobTicket.generate("j")
+    one, two, late = (FleetKey.generate(SIGNER) for _ in range(3))
+    keys = [decode_public_key(key.public, SIGNER) for key in (one, two)]
+    raw = Admission.build("request", ticket, keys).encode()
+    admission = Admission.decode(raw)
+    assert admission.request == "request" and ticket.encode().encode() not in raw
+    assert admission.open("j", one) == admission.open("j", two) == ticket
+    assert admission.open("j", late) is None
+    assert JobTicket.parse("j", ticket.encode()) == ticket
+    for wrong in ("", "é", "AAAA", ticket.encode() + "AAAA"):
+        with pytest.raises(FormatError):
+            JobTicket.parse("j", wrong)
+    for data in (b"request x", b"request \xff", b"request AAAA  AAAA"):
+        with pytest.raises(FormatError):
+            Admission.decode(data)
 
 
 # -- workers
@@ -417,10 +440,11 @@ def test_a_job_whose_response_is_stored_is_only_acknowledged() -> None:
     """NATS was killed before it had stored the first acknowledgement."""
     acknowledged = list[bool]()
 
-    ticket = JobTicket.generate()
+    ticket = JobTicket.generate("1")
 
     async def read_marks(_: str) -> list[tuple[int, Frame]]:
-        return [(8, build_begin("1", "w1", ticket)), (9, Frame(END, 1, 5, b"", "w1"))]
+        end = ticket.prove(Frame(END, 1, 5, b"", "w1"))
+        return [(8, build_begin("w1", ticket)), (9, end)]
 
     async def ack() -> None:
         acknowledged.append(True)
@@ -458,7 +482,7 @@ def test_a_job_is_cancelled_again_if_its_cancellation_was_lost(
         message: Any = SimpleNamespace(term=term)
         job = FleetJob("1", "/v1/x", "infer", "me", "", "m", A)
         nothing: Any = None
-        ticket = JobTicket.generate()
+        ticket = JobTicket.generate("1")
         run = JobRun(link, nothing, nothing, "w1", WorkerRegistry(), message, job, ticket)
         serving = asyncio.create_task(run.serve())
         await is_asked.wait()

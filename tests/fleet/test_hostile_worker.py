@@ -17,9 +17,10 @@ from clowder_aimage.errors import FormatError
 from clowder_aimage.fleet.frame import DATA, DEAD, END, ENDS, FAILED, HEAD, Frame
 from clowder_aimage.fleet.gateway.worker_response import read_answer_head, read_head, read_job_end
 from clowder_aimage.fleet.job import reader as job_reader
-from clowder_aimage.fleet.job.mark import JobTicket, MarkChain
+from clowder_aimage.fleet.job.mark import MarkChain
 from clowder_aimage.fleet.job.reader import FrameOrder
 from clowder_aimage.fleet.job.request import ANSWER, PART, STATUS
+from clowder_aimage.fleet.job.ticket import JobTicket
 from clowder_aimage.fleet.link import WORKER, FleetLink
 from clowder_aimage.fleet.name import FleetNames
 from clowder_aimage.fleet.worker_registry import WorkerStatus
@@ -110,9 +111,9 @@ CASES = (
 )
 
 
-async def write(link: FleetLink, job: str, ticket: JobTicket, case: Case) -> None:
+async def write(link: FleetLink, ticket: JobTicket, case: Case) -> None:
     """Write the frames of a job as its worker, which then removes it from the queue."""
-    names, begin = link.names, build_begin(job, "rogue", ticket)
+    names, begin, job = link.names, build_begin("rogue", ticket), ticket.job
     await link.store(names.build_mark_subject("rogue", job), begin.data, begin.headers)
     kinds = [*case.frames]
     numbers = case.numbers or range(1, len(kinds) + 1)
@@ -120,6 +121,7 @@ async def write(link: FleetLink, job: str, ticket: JobTicket, case: Case) -> Non
         raw = data if isinstance(data, bytes) else json.dumps(data).encode()
         frame = Frame(kind, 1, number, raw, "rogue")
         build = names.build_mark_subject if kind in ENDS else names.build_log_subject
+        frame = ticket.prove(frame)
         await link.store(build("rogue", job), raw, frame.headers)
     async for number, _ in link.read_messages(f"{names.fleet}.job.>", 0, names.jobs):
         # The gateway may have removed it.
@@ -146,7 +148,7 @@ def test_a_client_gets_a_valid_response_or_502(play: Play, monkeypatch: pytest.M
                 body = {"model": "tiny", "prompt": "x"}
                 asking = fleet.session.post(f"{url}/v1/images/generations", json=body)
                 asked = asyncio.create_task(asking.__aenter__())
-                await write(gateway, *await on_queue(fleet), case)
+                await write(gateway, await on_queue(fleet), case)
                 answer = await asked
                 text = await answer.text()
                 assert answer.status == case.status, (case.name, text)
@@ -319,13 +321,13 @@ def test_a_frame_is_valid_or_refused() -> None:
 def test_the_frames_of_a_job_have_a_largest_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """Frames that arrive too early, and those of earlier attempts, count."""
     monkeypatch.setattr(job_reader, "MAX_RESPONSE", 2000)
-    ticket = JobTicket.generate()
+    ticket = JobTicket.generate("j")
     for frames in (
         (Frame(DATA, 1, number, worker="w") for number in range(100, 110)),
-        (build_begin("j", "w", ticket, attempt) for attempt in range(2, 12)),
+        (build_begin("w", ticket, attempt) for attempt in range(2, 12)),
     ):
-        order = FrameOrder(MarkChain("j", {ticket.public}))
-        order.add_mark(build_begin("j", "w", ticket))
+        order = FrameOrder(MarkChain(ticket))
+        order.add_mark(build_begin("w", ticket))
         with pytest.raises(FormatError, match="bytes"):
             for frame in frames:
                 _ = order.add(frame) if frame.kind == DATA else order.add_mark(frame)

@@ -18,8 +18,8 @@ from clowder_aimage.fleet.job import reader as job_reader
 from clowder_aimage.fleet.job.envelope import JOB, TICKET
 from clowder_aimage.fleet.job.job import FleetJob
 from clowder_aimage.fleet.job.log import JobLog, SupersededError
-from clowder_aimage.fleet.job.mark import JobTicket
 from clowder_aimage.fleet.job.run import JobRun
+from clowder_aimage.fleet.job.ticket import JobTicket
 from clowder_aimage.fleet.worker_registry import WorkerRegistry
 from clowder_aimage.http.route import ADMIN, INFER
 from clowder_aimage.oci import Reference
@@ -36,8 +36,8 @@ async def say(log: JobLog, text: str) -> None:
     await log.write_data(json.dumps(text).encode())
 
 
-async def on_queue(fleet: FleetRun) -> tuple[str, JobTicket]:
-    """Return the id and the ticket of the first job on the queue."""
+async def on_queue(fleet: FleetRun) -> JobTicket:
+    """Return the ticket of the first job on the queue."""
     found: list[Any] = []
     link = fleet.gateway_link()
 
@@ -50,7 +50,7 @@ async def on_queue(fleet: FleetRun) -> tuple[str, JobTicket]:
     async with link.open():
         await link.wait_until_ready(PATIENCE)
         await until_async(is_there)
-    return found[0].headers[JOB], JobTicket.parse(found[0].headers[TICKET])
+    return JobTicket.parse(found[0].headers[JOB], found[0].headers[TICKET])
 
 
 def test_the_client_gets_the_response_of_the_attempt_that_began_last(play: Play) -> None:
@@ -64,15 +64,15 @@ def test_the_client_gets_the_response_of_the_attempt_that_began_last(play: Play)
             link = worker._link
             await fleet.know(url, 1)
             asked = asyncio.create_task(fleet.ask(url, "x", **key))
-            job, ticket = await on_queue(fleet)
-            a = await begin(link, job, "a", ticket)
+            ticket = await on_queue(fleet)
+            a = await begin(link, "a", ticket)
             await say(a, "a")
-            b = await begin(link, job, "b", ticket)
+            b = await begin(link, "b", ticket)
             await a.write_data(b"late")
             with pytest.raises(SupersededError):
                 await a.end()
             await say(b, "b")
-            c = await begin(link, job, "c", ticket)
+            c = await begin(link, "c", ticket)
             assert c.attempt == Attempt(3, ("a", "b"))
             await say(c, "c")
             await c.end()
@@ -89,7 +89,7 @@ def test_the_client_gets_the_response_of_the_attempt_that_began_last(play: Play)
                 return (await fleet.status(url))["jobs"] == 0
 
             await until_async(is_removed)
-            assert await read_kinds(link, job) == [
+            assert await read_kinds(link, ticket.job) == [
                 *("admitted", BEGIN, BEGIN, END, BEGIN, END),
                 # Those of attempts that do not count.
                 *(RELEASED, RELEASED, RELEASED),
@@ -120,7 +120,7 @@ def test_a_mark_that_was_stored_without_an_answer_is_recognised(
                 lost.append("")
                 return number
 
-            log = JobLog(link, "j", "w", attempt, JobTicket.generate())
+            log = JobLog(link, "w", attempt, JobTicket.generate("j"))
             monkeypatch.setattr(link, "store", deaf)
             await log.begin()
             await log.end()
@@ -139,8 +139,8 @@ def test_a_job_that_no_worker_can_read_is_ended_by_the_last(play: Play) -> None:
 
         async with fleet.worker("old", ScriptedRole(prompt_as_picture)) as worker:
             worker.takes_jobs = False
-            metadata, ticket = SimpleNamespace(num_delivered=9), JobTicket.generate()
-            headers = {JOB: "j", TICKET: ticket.key.seed}
+            metadata, ticket = SimpleNamespace(num_delivered=9), JobTicket.generate("j")
+            headers = {JOB: "j", TICKET: ticket.encode()}
             message: Any = SimpleNamespace(headers=headers, metadata=metadata, term=term)
             await worker._refuse(message, FormatError("unknown field"))
             assert await read_kinds(worker._link, "j") == [BEGIN, "dead"] and ended == ["term"]
@@ -159,7 +159,7 @@ def test_a_model_that_a_job_pulled_has_the_name_that_was_asked_for(play: Play) -
             store, link = worker._service.store, worker._link
             digest = str(store.resolve(Reference.parse("tiny")).digest)
             nothing: Any = None
-            ticket = JobTicket.generate()
+            ticket = JobTicket.generate("j")
 
             async def served(model: str, scope: str, digest: str, **fields: Any) -> str:
                 job = FleetJob("j", "/", scope, "", model, model, digest, fields=fields)
@@ -197,9 +197,9 @@ def test_a_job_that_another_worker_removed_from_the_queue_is_published_again(
             worker.takes_jobs = False
             await fleet.know(url, 1)
             asked = asyncio.create_task(fleet.ask(url, "a cat", seed=1))
-            job, ticket = await on_queue(fleet)
+            ticket = await on_queue(fleet)
             # A worker that has left began it and removed it.
-            await begin(worker._link, job, "gone", ticket)
+            await begin(worker._link, "gone", ticket)
             async with fleet.opened_gateway_link() as link:
                 await link.streams.purge_stream(link.names.jobs)
             worker.takes_jobs = True

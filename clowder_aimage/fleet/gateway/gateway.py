@@ -23,6 +23,7 @@ from clowder_aimage.errors import (
     NetworkError,
     NotFoundError,
     UsageError,
+    VerificationError,
 )
 from clowder_aimage.fleet.frame import (
     ADMITTED,
@@ -38,9 +39,11 @@ from clowder_aimage.fleet.gateway.parsed_request import ParsedRequest
 from clowder_aimage.fleet.gateway.response_relay import ResponseRelay
 from clowder_aimage.fleet.gateway.worker_response import build_bad_response_error
 from clowder_aimage.fleet.job.job import FleetJob
-from clowder_aimage.fleet.job.mark import Admission, MarkChain, read_admission
+from clowder_aimage.fleet.job.mark import MarkChain
 from clowder_aimage.fleet.job.reader import JobReader
 from clowder_aimage.fleet.job.request import FORWARDED
+from clowder_aimage.fleet.job.ticket import Admission, JobTicket
+from clowder_aimage.fleet.key import GATEWAY
 from clowder_aimage.fleet.link import (
     LOST,
     FleetLink,
@@ -49,6 +52,7 @@ from clowder_aimage.fleet.link import (
     build_unavailable_error,
 )
 from clowder_aimage.fleet.name import BATCH, GATEWAYS
+from clowder_aimage.fleet.signature import SignedMessage
 from clowder_aimage.fleet.worker_registry import FleetModel, WorkerWatch
 from clowder_aimage.http.access import parse_token
 from clowder_aimage.http.api_error import (
@@ -147,17 +151,18 @@ class JobGateway:
     async def _serve_in_time(
         self, relay: ResponseRelay, job: FleetJob, parsed: ParsedRequest, *, is_keyed: bool
     ) -> web.StreamResponse:
-        is_kept, queued = is_keyed or job.priority == BATCH, QueuedJob(job)
+        is_kept = is_keyed or job.priority == BATCH
+        queued = QueuedJob(job, JobTicket.generate(job.id))
         restore = partial(self._jobs.restore, queued)
         try:
             async with (
                 asyncio.timeout(self._deadline),
                 self.queue.turn(job.caller, job.priority, job.digest) as started,
-                JobReader(self._link, job.id, [queued.ticket.public], restore).open() as reader,
+                JobReader(self._link, job.id, restore).open() as reader,
             ):
                 admitting = self._admit(queued, parsed, is_kept=is_kept, is_keyed=is_keyed)
                 admitted = await (admitting if is_kept else self._wait_until_admitted(admitting))
-                frames = reader.iter_frames(from_start=admitted.is_old)
+                frames = reader.iter_frames(queued.ticket, from_start=admitted.is_old)
                 return await self._pass_on(relay, admitted, frames, started)
         except TimeoutError:
             raise ApiError(504, "the deadline has passed", code="deadline_exceeded") from None
@@ -276,27 +281,39 @@ class JobGateway:
     async def _enter(self, queued: QueuedJob, fingerprint: str) -> MarkChain | None:
         """Enter the job of an idempotency key; return its marks if it was entered earlier.
 
-        Raises ApiError (422): it was another request.
+        Then it has the ticket of that time. Raises ApiError (422): it was another request.
         """
-        job = queued.job.id
-        subject = self._link.names.build_mark_subject(GATEWAYS, job)
-        admission = Frame(ADMITTED, 0, 0, Admission(fingerprint, queued.ticket.public).encode())
+        job, link = queued.job.id, self._link
+        subject = link.names.build_mark_subject(GATEWAYS, job)
+        admission = Admission.build(fingerprint, queued.ticket, link.list_gateways()).encode()
+        headers = link.sign(subject, admission, Frame(ADMITTED, 0, 0).headers)
         try:
-            await self._link.store(subject, admission.data, admission.headers, is_first=True)
+            await link.store(subject, admission, headers, is_first=True)
         except NotFirstError:
-            marks = [frame for _, frame in await self._link.read_marks(job)]
+            earlier = await self._read_admission(subject)
         else:
             return None
-        entries = (frame for frame in marks if (frame.kind, frame.worker) == (ADMITTED, GATEWAYS))
-        for entry in entries:
-            if read_admission(entry).request != fingerprint:
-                text = "the idempotency key was used for another request"
-                raise ApiError(422, text, code="idempotency_key_reused")
-        chain = MarkChain(job).add_all(marks)
-        if chain.begin is None:
-            # The message of the first gateway may be missing: this one has another ticket.
-            await self._link.store(subject, admission.data, admission.headers)
-        return chain
+        if earlier.request != fingerprint:
+            text = "the idempotency key was used for another request"
+            raise ApiError(422, text, code="idempotency_key_reused")
+        ticket = link.open_ticket(job, earlier)
+        if ticket is None:
+            raise build_unavailable_error(
+                "another gateway accepted the request before it knew the key of this one"
+            )
+        queued.ticket = ticket
+        return MarkChain(ticket).add_all(frame for _, frame in await link.read_marks(job))
+
+    async def _read_admission(self, subject: str) -> Admission:
+        """Return the first admission of a job that a gateway has signed. Raises ApiError."""
+        link = self._link
+        async for _, message in link.read_messages(subject, 0, link.names.marks):
+            with contextlib.suppress(VerificationError, FormatError):
+                data = message.data or b""
+                signed = SignedMessage(message.subject, message.headers or {}, data)
+                link.verifier.check_stored(signed, GATEWAY)
+                return Admission.decode(data)
+        raise build_unavailable_error("the request was accepted earlier and has expired")
 
     # -- the response
 

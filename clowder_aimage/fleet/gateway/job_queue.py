@@ -6,7 +6,7 @@ import contextlib
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from nats.js.api import AckPolicy, ConsumerConfig
 from nats.js.errors import Error as JetStreamError
@@ -16,8 +16,9 @@ from clowder_aimage.errors import NetworkError
 from clowder_aimage.fleet.frame import CHUNK
 from clowder_aimage.fleet.job.envelope import BODY, INLINE, JOB, TICKET, StoredBody
 from clowder_aimage.fleet.job.job import FleetJob
-from clowder_aimage.fleet.job.mark import JobTicket, MarkChain
+from clowder_aimage.fleet.job.mark import MarkChain
 from clowder_aimage.fleet.job.run import ACK_WAIT
+from clowder_aimage.fleet.job.ticket import JobTicket
 from clowder_aimage.fleet.link import LOST, MESSAGE_ID, FleetLink, FullStoreError
 from clowder_aimage.http.api_error import ApiError
 
@@ -34,7 +35,7 @@ class QueuedJob:
     """A job of this gateway, its ticket, and its message on the queue."""
 
     job: FleetJob
-    ticket: JobTicket = field(default_factory=JobTicket.generate)
+    ticket: JobTicket
     body: StoredBody | None = None
     # The number of the message, 0 before it is published.
     sequence: int = 0
@@ -62,7 +63,7 @@ class JobQueue:
         job, names = queued.job, self._link.names
         await self._make_consumer(queued, IDLE / 2)
         subject = names.build_job_subject(job.priority, queued.digest, job.caller)
-        payload, headers = job.encode(), {JOB: job.id, TICKET: queued.ticket.key.seed}
+        payload, headers = job.encode(), {JOB: job.id, TICKET: queued.ticket.encode()}
         if len(payload) > INLINE:
             queued.body = queued.body or await self._upload(payload)
             headers[BODY], payload = queued.body.encode(), b""

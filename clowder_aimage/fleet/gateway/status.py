@@ -12,11 +12,12 @@ from nats.js.api import StreamInfo
 from nats.js.errors import Error as JetStreamError
 from nats.js.errors import NotFoundError
 
-from clowder_aimage.errors import UsageError
+from clowder_aimage.errors import FormatError
 from clowder_aimage.fleet.gateway.fair_queue import FairQueue
 from clowder_aimage.fleet.gateway.metric import GatewayMetrics
 from clowder_aimage.fleet.job.envelope import JOB, TICKET
-from clowder_aimage.fleet.job.mark import JobTicket, MarkChain
+from clowder_aimage.fleet.job.mark import MarkChain
+from clowder_aimage.fleet.job.ticket import JobTicket
 from clowder_aimage.fleet.link import LOST, FleetLink
 from clowder_aimage.fleet.name import PRIORITIES
 from clowder_aimage.fleet.worker_registry import RejectedStatus, WorkerRegistry, WorkerStatus
@@ -156,9 +157,9 @@ class FleetStatus:
     async def _is_over(self, headers: Mapping[str, str]) -> bool:
         """Return True if the job of a message on the queue has ended."""
         try:
-            job, ticket = headers[JOB], JobTicket.parse(headers[TICKET])
-        except (LookupError, UsageError):
+            ticket = JobTicket.parse(headers[JOB], headers[TICKET])
+        except (LookupError, FormatError):
             # A worker refuses it.
             return False
-        marks = await self._link.read_marks(job)
-        return MarkChain(job, {ticket.public}).add_all(frame for _, frame in marks).is_over
+        marks = await self._link.read_marks(ticket.job)
+        return MarkChain(ticket).add_all(frame for _, frame in marks).is_over

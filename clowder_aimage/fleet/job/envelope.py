@@ -18,7 +18,7 @@ from clowder_aimage.errors import FormatError, VerificationError
 from clowder_aimage.fleet.field import is_id
 from clowder_aimage.fleet.frame import CHUNK
 from clowder_aimage.fleet.job.job import MAX_JOB, FleetJob
-from clowder_aimage.fleet.job.mark import JobTicket
+from clowder_aimage.fleet.job.ticket import JobTicket
 from clowder_aimage.fleet.key import GATEWAY
 from clowder_aimage.fleet.link import FleetLink
 from clowder_aimage.fleet.signature import SignedMessage
@@ -83,7 +83,8 @@ class JobEnvelope:
         if not is_id(job):
             raise FormatError("the id of a job is invalid")
         body = StoredBody.parse(headers[BODY]) if BODY in headers else None
-        return cls(job, JobTicket.parse(headers.get(TICKET, "")), message.data, body, signed_at)
+        ticket = JobTicket.parse(job, headers.get(TICKET, ""))
+        return cls(job, ticket, message.data, body, signed_at)
 
     async def read(self, link: FleetLink) -> FleetJob:
         """Return the job. Raises FormatError, VerificationError, and the exceptions of LOST."""

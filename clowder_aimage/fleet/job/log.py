@@ -6,7 +6,6 @@ import asyncio
 import json
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import tenacity
@@ -14,7 +13,8 @@ from nats.js import api
 
 from clowder_aimage.errors import AImageError
 from clowder_aimage.fleet.frame import BEGIN, CHUNK, DATA, END, HEAD, Attempt, Frame
-from clowder_aimage.fleet.job.mark import JobTicket, MarkChain
+from clowder_aimage.fleet.job.mark import MarkChain
+from clowder_aimage.fleet.job.ticket import JobTicket
 from clowder_aimage.fleet.link import LOST, MESSAGE_ID, FleetLink
 
 # Seconds for the acknowledgement of a frame before it is published again.
@@ -31,31 +31,28 @@ class SupersededError(AImageError):
 
 
 class JobLog:
-    """Writes the frames of an attempt in order. ``ticket`` is that of the job.
+    """Writes the frames of an attempt at the job of a ticket in order.
 
     A frame that is not stored yet is published again: a full store, or a server that is away,
     delays the end of a job and loses nothing.
     """
 
-    def __init__(
-        self, link: FleetLink, job: str, worker: str, attempt: Attempt, ticket: JobTicket
-    ) -> None:
+    def __init__(self, link: FleetLink, worker: str, attempt: Attempt, ticket: JobTicket) -> None:
         self.attempt = attempt
-        self._link, self._job, self._worker, self._ticket = link, job, worker, ticket
-        self._subject = link.names.build_log_subject(worker, job)
-        self._marks = link.names.build_mark_subject(worker, job)
+        self._link, self._worker, self._ticket = link, worker, ticket
+        self._subject = link.names.build_log_subject(worker, ticket.job)
+        self._marks = link.names.build_mark_subject(worker, ticket.job)
         # It tells the attempt from others with its number.
         self._id = secrets.token_hex(8)
         # The number of the BEGIN in the stream of marks.
         self._begun = 0
-        self._chain = MarkChain(job, {ticket.public})
+        self._chain = MarkChain(ticket)
         self._number = 0
         self._sent: list[tuple[Frame, asyncio.Future[api.PubAck]]] = []
 
     async def begin(self) -> None:
         """Write that the attempt begins. From now on it is the one that counts."""
         frame = self._build_frame(BEGIN, self._id.encode())
-        frame = replace(frame, proof=self._ticket.sign_begin(self._job, frame))
         self._begun = await self._store(self._marks, frame)
         self._chain.add(frame)
 
@@ -86,7 +83,10 @@ class JobLog:
 
     def _build_frame(self, kind: str, data: bytes = b"") -> Frame:
         number, self._number = self._number, self._number + 1
-        return Frame(kind, self.attempt.number, number, data, self._worker, self.attempt.past)
+        attempt = self.attempt
+        return self._ticket.prove(
+            Frame(kind, attempt.number, number, data, self._worker, attempt.past)
+        )
 
     async def _send(self, frame: Frame) -> None:
         self._sent.append((frame, await self._link.store_later(self._subject, frame)))
@@ -111,7 +111,7 @@ class JobLog:
         """Return the marks after the BEGIN up to a number, which a replica may get later."""
         for _ in range(_LOOKS):
             marks: list[tuple[int, Frame]] = await _retry()(
-                self._link.read_marks, self._job, self._begun
+                self._link.read_marks, self._ticket.job, self._begun
             )
             if any(position >= number for position, _ in marks):
                 return marks

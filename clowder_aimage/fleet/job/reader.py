@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from nats.aio.msg import Msg
@@ -12,6 +12,7 @@ from nats.aio.msg import Msg
 from clowder_aimage.errors import FormatError
 from clowder_aimage.fleet.frame import BEGIN, DATA, FOLLOWING, HEAD, LAST, Frame, parse_worker
 from clowder_aimage.fleet.job.mark import MarkChain
+from clowder_aimage.fleet.job.ticket import JobTicket
 from clowder_aimage.fleet.link import LOST, FleetLink
 
 # Seconds without a frame after which the stream is read.
@@ -97,7 +98,7 @@ class FrameOrder:
 
 
 class JobReader:
-    """Reads the frames of one job. ``tickets`` are the public keys of the tickets that are known.
+    """Reads the frames of one job.
 
     ``restore`` is called after a silence: the job may have been lost. Raises AImageError.
     """
@@ -106,18 +107,13 @@ class JobReader:
         self,
         link: FleetLink,
         job: str,
-        tickets: Collection[str],
         restore: Callable[[MarkChain], Awaitable[None]],
     ) -> None:
-        self._link, self._job, self._tickets, self._restore = link, job, tickets, restore
+        self._link, self._job, self._restore = link, job, restore
         self._live: asyncio.Queue[Msg] = asyncio.Queue()
         self._live_size = 0
-        self._order = FrameOrder(self._build_chain())
         # The attempt whose frames were read from the stream, and the number of the last one.
         self._read_to: tuple[Frame | None, int] = None, 0
-
-    def _build_chain(self) -> MarkChain:
-        return MarkChain(self._job, {*self._tickets})
 
     @contextlib.asynccontextmanager
     async def open(self) -> AsyncIterator[JobReader]:
@@ -134,7 +130,9 @@ class JobReader:
             self._live_size += _FRAME + len(message.data)
             self._live.put_nowait(message)
 
-    async def iter_frames(self, *, from_start: bool = False) -> AsyncGenerator[Frame, None]:
+    async def iter_frames(
+        self, ticket: JobTicket, *, from_start: bool = False
+    ) -> AsyncGenerator[Frame, None]:
         """Yield the frames until the last one; ``from_start`` those that are stored first.
 
         While there is no connection it waits.
@@ -143,6 +141,7 @@ class JobReader:
             ApiError: The fleet cannot be used (503), or the job is lost again and again.
             FormatError: The frames are not valid, or end before the last one.
         """
+        self._ticket, self._order = ticket, FrameOrder(MarkChain(ticket))
         must_read = from_start
         while True:
             batch, is_whole = await self._read() if must_read else (await self._listen(), False)
@@ -179,14 +178,16 @@ class JobReader:
         begin = self._order.begin
         if begin is None or parse_worker(message.subject) != begin.worker:
             return []
-        return self._order.add(Frame.parse(message.subject, message.headers, message.data))
+        frame = Frame.parse(message.subject, message.headers, message.data)
+        # Another worker may have it stored in the subject of this one.
+        return self._order.add(frame) if self._ticket.has_proven(frame) else []
 
     async def _read(self) -> tuple[list[Frame], bool]:
         """Return the new frames in the streams, and True if these are all."""
         frames: list[Frame] = []
         try:
             marks = await self._link.read_marks(self._job)
-            chain = self._build_chain().add_all(frame for _, frame in marks)
+            chain = MarkChain(self._ticket).add_all(frame for _, frame in marks)
             frames += self._order.follow(chain)
             if (begin := self._order.begin) is not None:
                 frames += await self._read_log(begin)

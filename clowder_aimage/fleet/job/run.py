@@ -21,8 +21,9 @@ from clowder_aimage.errors import AImageError
 from clowder_aimage.fleet.frame import DEAD, END, FAILED, RELEASED, Attempt
 from clowder_aimage.fleet.job.job import FleetJob
 from clowder_aimage.fleet.job.log import JobLog, SupersededError
-from clowder_aimage.fleet.job.mark import JobTicket, MarkChain
+from clowder_aimage.fleet.job.mark import MarkChain
 from clowder_aimage.fleet.job.request import request_of
+from clowder_aimage.fleet.job.ticket import JobTicket
 from clowder_aimage.fleet.link import LOST, FleetLink
 from clowder_aimage.fleet.worker_registry import WorkerRegistry
 from clowder_aimage.http.api_error import NO_RETRY
@@ -100,14 +101,14 @@ class JobRun:
             marks = await self.link.read_marks(self.job.id)
         except LOST:
             return await self._give_back()
-        chain = MarkChain(self.job.id, {self.ticket.public}).add_all(frame for _, frame in marks)
+        chain = MarkChain(self.ticket).add_all(frame for _, frame in marks)
         if chain.is_over:
             await self._acknowledge()
             return DONE
         attempt = Attempt.following(chain.last)
         if self.worker in attempt.past and self._has_others(attempt.past):
             return await self._give_back()
-        log = JobLog(self.link, self.job.id, self.worker, attempt, self.ticket)
+        log = JobLog(self.link, self.worker, attempt, self.ticket)
         try:
             await log.begin()
             return await self._attempt(log)
