@@ -4,7 +4,7 @@ The frames of a job are in streams that keep them for a time: a gateway reads th
 published, and again from the streams if it missed some. Each attempt to serve a job numbers its
 frames from 0. All frames but HEAD and DATA are marks, which have a separate stream
 (``job/mark.py``). The subject of a frame has the name of its worker, which the permissions of NATS
-fix, and it has a MAC (``proof``) by the ticket of its job (``job/ticket.py``).
+fix, and it has a MAC (``proof``) by the ticket of its job (``ticket.py``).
 
 BEGIN   an attempt begins; the data are random, and tell it from others with its number
 HEAD    status and headers of the response, as JSON

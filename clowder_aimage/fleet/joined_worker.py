@@ -39,7 +39,7 @@ from clowder_aimage.fleet.job.run import (
     JobRun,
     extend_deadline,
 )
-from clowder_aimage.fleet.job.ticket import JobTicket
+from clowder_aimage.fleet.ticket import JobTicket
 from clowder_aimage.fleet.key import GATEWAY, OPERATOR
 from clowder_aimage.fleet.link import LOST, FleetLink
 from clowder_aimage.fleet.placement import Placement, SlotCounter

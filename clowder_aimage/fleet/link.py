@@ -36,7 +36,7 @@ from clowder_aimage.errors import (
     VerificationError,
 )
 from clowder_aimage.fleet.frame import Frame
-from clowder_aimage.fleet.job.ticket import Admission, JobTicket
+from clowder_aimage.fleet.ticket import Admission, JobTicket
 from clowder_aimage.fleet.key import FleetKey, KeySet
 from clowder_aimage.fleet.name import KEY_SET, FleetNames
 from clowder_aimage.fleet.permission import build_inbox_prefix

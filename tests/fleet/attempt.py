@@ -5,7 +5,7 @@ from __future__ import annotations
 from clowder_aimage.fleet.frame import BEGIN, Attempt, Frame
 from clowder_aimage.fleet.job.log import JobLog
 from clowder_aimage.fleet.job.mark import MarkChain
-from clowder_aimage.fleet.job.ticket import JobTicket
+from clowder_aimage.fleet.ticket import JobTicket
 from clowder_aimage.fleet.link import FleetLink
 
 

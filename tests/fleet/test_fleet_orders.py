@@ -14,7 +14,7 @@ from nats.errors import TimeoutError as NatsTimeoutError
 from clowder_aimage.errors import UsageError, VerificationError
 from clowder_aimage.fleet.gateway.job_queue import JobQueue, QueuedJob
 from clowder_aimage.fleet.job.job import FleetJob
-from clowder_aimage.fleet.job.ticket import JobTicket
+from clowder_aimage.fleet.ticket import JobTicket
 from clowder_aimage.fleet.key import GATEWAY, OPERATOR, ROOT, SIGNER, FleetKey
 from clowder_aimage.fleet.link import WORKER, FleetLink
 from clowder_aimage.fleet.name import KEY_SET

@@ -47,7 +47,7 @@ from clowder_aimage.fleet.job.job import FleetJob
 from clowder_aimage.fleet.job.mark import MarkChain
 from clowder_aimage.fleet.job.reader import FrameOrder
 from clowder_aimage.fleet.job.run import CANCELLED, DONE, JobRun
-from clowder_aimage.fleet.job.ticket import Admission, JobTicket
+from clowder_aimage.fleet.ticket import Admission, JobTicket
 from clowder_aimage.fleet.key import SIGNER, FleetKey, decode_public_key
 from clowder_aimage.fleet.link import GATEWAY, FleetAccess, FleetLink
 from clowder_aimage.fleet.name import BATCH, INTERACTIVE, FleetNames

@@ -19,7 +19,7 @@ from clowder_aimage.fleet.job.envelope import JOB, TICKET
 from clowder_aimage.fleet.job.job import FleetJob
 from clowder_aimage.fleet.job.log import JobLog, SupersededError
 from clowder_aimage.fleet.job.run import JobRun
-from clowder_aimage.fleet.job.ticket import JobTicket
+from clowder_aimage.fleet.ticket import JobTicket
 from clowder_aimage.fleet.worker_registry import WorkerRegistry
 from clowder_aimage.http.route import ADMIN, INFER
 from clowder_aimage.oci import Reference

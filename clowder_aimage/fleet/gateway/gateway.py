@@ -42,7 +42,7 @@ from clowder_aimage.fleet.job.job import FleetJob
 from clowder_aimage.fleet.job.mark import MarkChain
 from clowder_aimage.fleet.job.reader import JobReader
 from clowder_aimage.fleet.job.request import FORWARDED
-from clowder_aimage.fleet.job.ticket import Admission, JobTicket
+from clowder_aimage.fleet.ticket import Admission, JobTicket
 from clowder_aimage.fleet.key import GATEWAY
 from clowder_aimage.fleet.link import (
     LOST,

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from clowder_aimage.fleet.frame import BEGIN, ENDS, LAST, Frame
-from clowder_aimage.fleet.job.ticket import JobTicket
+from clowder_aimage.fleet.ticket import JobTicket
 
 
 @dataclass(slots=True)
