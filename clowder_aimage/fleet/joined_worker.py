@@ -39,12 +39,12 @@ from clowder_aimage.fleet.job.run import (
     JobRun,
     extend_deadline,
 )
-from clowder_aimage.fleet.ticket import JobTicket
 from clowder_aimage.fleet.key import GATEWAY, OPERATOR
 from clowder_aimage.fleet.link import LOST, FleetLink
 from clowder_aimage.fleet.placement import Placement, SlotCounter
 from clowder_aimage.fleet.signature import SignedMessage
 from clowder_aimage.fleet.store_view import StoreView
+from clowder_aimage.fleet.ticket import JobTicket
 from clowder_aimage.fleet.worker_registry import (
     MAX_MODELS,
     WorkerStatus,

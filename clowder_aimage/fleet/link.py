@@ -36,13 +36,13 @@ from clowder_aimage.errors import (
     VerificationError,
 )
 from clowder_aimage.fleet.frame import Frame
-from clowder_aimage.fleet.ticket import Admission, JobTicket
 from clowder_aimage.fleet.key import FleetKey, KeySet
 from clowder_aimage.fleet.name import KEY_SET, FleetNames
 from clowder_aimage.fleet.permission import build_inbox_prefix
 from clowder_aimage.fleet.server_clock import ServerClock
 from clowder_aimage.fleet.signature import MessageSigner, MessageVerifier
 from clowder_aimage.fleet.stream import FleetShape, describe_differences
+from clowder_aimage.fleet.ticket import Admission, JobTicket
 from clowder_aimage.http.api_error import ApiError
 from clowder_aimage.http.background import end_tasks
 from clowder_aimage.oci import read_json

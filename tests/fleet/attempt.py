@@ -5,8 +5,8 @@ from __future__ import annotations
 from clowder_aimage.fleet.frame import BEGIN, Attempt, Frame
 from clowder_aimage.fleet.job.log import JobLog
 from clowder_aimage.fleet.job.mark import MarkChain
-from clowder_aimage.fleet.ticket import JobTicket
 from clowder_aimage.fleet.link import FleetLink
+from clowder_aimage.fleet.ticket import JobTicket
 
 
 async def begin(link: FleetLink, worker: str, ticket: JobTicket) -> JobLog:

@@ -14,11 +14,11 @@ from nats.errors import TimeoutError as NatsTimeoutError
 from clowder_aimage.errors import UsageError, VerificationError
 from clowder_aimage.fleet.gateway.job_queue import JobQueue, QueuedJob
 from clowder_aimage.fleet.job.job import FleetJob
-from clowder_aimage.fleet.ticket import JobTicket
 from clowder_aimage.fleet.key import GATEWAY, OPERATOR, ROOT, SIGNER, FleetKey
 from clowder_aimage.fleet.link import WORKER, FleetLink
 from clowder_aimage.fleet.name import KEY_SET
 from clowder_aimage.fleet.signature import MessageSigner
+from clowder_aimage.fleet.ticket import JobTicket
 from clowder_aimage.fleet.worker_registry import give_order
 from tests.fleet.fleet_run import PICTURES, FleetRun, ScriptedRole, prompt_as_picture
 from tests.wait import PATIENCE, until_async

@@ -47,12 +47,12 @@ from clowder_aimage.fleet.job.job import FleetJob
 from clowder_aimage.fleet.job.mark import MarkChain
 from clowder_aimage.fleet.job.reader import FrameOrder
 from clowder_aimage.fleet.job.run import CANCELLED, DONE, JobRun
-from clowder_aimage.fleet.ticket import Admission, JobTicket
 from clowder_aimage.fleet.key import SIGNER, FleetKey, decode_public_key
 from clowder_aimage.fleet.link import GATEWAY, FleetAccess, FleetLink
 from clowder_aimage.fleet.name import BATCH, INTERACTIVE, FleetNames
 from clowder_aimage.fleet.placement import DemandStats, Placement, SlotCounter
 from clowder_aimage.fleet.stream import FleetShape
+from clowder_aimage.fleet.ticket import Admission, JobTicket
 from clowder_aimage.fleet.worker_registry import WorkerRegistry, WorkerStatus
 from clowder_aimage.http import background
 from clowder_aimage.http.api_error import ApiError

@@ -42,7 +42,6 @@ from clowder_aimage.fleet.job.job import FleetJob
 from clowder_aimage.fleet.job.mark import MarkChain
 from clowder_aimage.fleet.job.reader import JobReader
 from clowder_aimage.fleet.job.request import FORWARDED
-from clowder_aimage.fleet.ticket import Admission, JobTicket
 from clowder_aimage.fleet.key import GATEWAY
 from clowder_aimage.fleet.link import (
     LOST,
@@ -53,6 +52,7 @@ from clowder_aimage.fleet.link import (
 )
 from clowder_aimage.fleet.name import BATCH, GATEWAYS
 from clowder_aimage.fleet.signature import SignedMessage
+from clowder_aimage.fleet.ticket import Admission, JobTicket
 from clowder_aimage.fleet.worker_registry import FleetModel, WorkerWatch
 from clowder_aimage.http.access import parse_token
 from clowder_aimage.http.api_error import (

@@ -18,8 +18,8 @@ from clowder_aimage.fleet.job.envelope import BODY, INLINE, JOB, TICKET, StoredB
 from clowder_aimage.fleet.job.job import FleetJob
 from clowder_aimage.fleet.job.mark import MarkChain
 from clowder_aimage.fleet.job.run import ACK_WAIT
-from clowder_aimage.fleet.ticket import JobTicket
 from clowder_aimage.fleet.link import LOST, MESSAGE_ID, FleetLink, FullStoreError
+from clowder_aimage.fleet.ticket import JobTicket
 from clowder_aimage.http.api_error import ApiError
 
 # Seconds after which a queue that no worker asks loses its consumer.

@@ -17,9 +17,9 @@ from clowder_aimage.fleet.gateway.fair_queue import FairQueue
 from clowder_aimage.fleet.gateway.metric import GatewayMetrics
 from clowder_aimage.fleet.job.envelope import JOB, TICKET
 from clowder_aimage.fleet.job.mark import MarkChain
-from clowder_aimage.fleet.ticket import JobTicket
 from clowder_aimage.fleet.link import LOST, FleetLink
 from clowder_aimage.fleet.name import PRIORITIES
+from clowder_aimage.fleet.ticket import JobTicket
 from clowder_aimage.fleet.worker_registry import RejectedStatus, WorkerRegistry, WorkerStatus
 
 # Seconds between two looks at the queue.

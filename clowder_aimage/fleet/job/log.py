@@ -14,8 +14,8 @@ from nats.js import api
 from clowder_aimage.errors import AImageError
 from clowder_aimage.fleet.frame import BEGIN, CHUNK, DATA, END, HEAD, Attempt, Frame
 from clowder_aimage.fleet.job.mark import MarkChain
-from clowder_aimage.fleet.ticket import JobTicket
 from clowder_aimage.fleet.link import LOST, MESSAGE_ID, FleetLink
+from clowder_aimage.fleet.ticket import JobTicket
 
 # Seconds for the acknowledgement of a frame before it is published again.
 ACKNOWLEDGED = 5.0

@@ -12,8 +12,8 @@ from nats.aio.msg import Msg
 from clowder_aimage.errors import FormatError
 from clowder_aimage.fleet.frame import BEGIN, DATA, FOLLOWING, HEAD, LAST, Frame, parse_worker
 from clowder_aimage.fleet.job.mark import MarkChain
-from clowder_aimage.fleet.ticket import JobTicket
 from clowder_aimage.fleet.link import LOST, FleetLink
+from clowder_aimage.fleet.ticket import JobTicket
 
 # Seconds without a frame after which the stream is read.
 SILENCE = 2.0

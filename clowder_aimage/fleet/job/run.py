@@ -23,8 +23,8 @@ from clowder_aimage.fleet.job.job import FleetJob
 from clowder_aimage.fleet.job.log import JobLog, SupersededError
 from clowder_aimage.fleet.job.mark import MarkChain
 from clowder_aimage.fleet.job.request import request_of
-from clowder_aimage.fleet.ticket import JobTicket
 from clowder_aimage.fleet.link import LOST, FleetLink
+from clowder_aimage.fleet.ticket import JobTicket
 from clowder_aimage.fleet.worker_registry import WorkerRegistry
 from clowder_aimage.http.api_error import NO_RETRY
 from clowder_aimage.http.background import end_tasks
