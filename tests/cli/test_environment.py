@@ -236,8 +236,11 @@ def test_without_a_place_for_temporary_files_one_has_to_be_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", "/nonexistent")
-    with pytest.raises(StoreError, match="cannot create a temporary directory") as caught:
-        create_temporary_directory()
+    with (
+        pytest.raises(StoreError, match="cannot create a temporary directory") as caught,
+        create_temporary_directory(),
+    ):
+        pass
     assert "TMPDIR" in str(caught.value.hint)
 
 

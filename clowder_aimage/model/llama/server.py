@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import re
 import secrets
-import tempfile
 import threading
 import time
 import weakref
@@ -27,8 +26,6 @@ from clowder_aimage.model.llama.temporary_directory import create_temporary_dire
 from clowder_aimage.model.text.language_model import ContextError
 
 _SILENT, _ERRORS = -1, 1  # verbosity
-# Bytes of a directory: with the name of a socket, macOS allows 103 for its path
-_MAX_DIRECTORY = 95
 # Seconds between two polls of the answers of a text, and after more than _FAST answers in one
 GATHERED = 0.03
 _FAST, _FAST_GATHERED = 3, 0.06
@@ -167,7 +164,7 @@ def _start(params: xllamacpp.CommonParams) -> xllamacpp.Server:
     params.api_keys = [secrets.token_hex(32)]
     params.endpoint_metrics = True
     try:
-        with _create_private_directory() as directory:
+        with create_temporary_directory() as directory:
             params.hostnames = [f"{directory}/{_SILENT}.sock"]
             server = xllamacpp.Server(params)
     except RuntimeError:
@@ -183,7 +180,7 @@ def _capture_reason(params: xllamacpp.CommonParams) -> str:
     The stderr of the whole process is redirected meanwhile.
     """
     params.verbosity = _ERRORS
-    with _create_private_directory() as directory, Path(directory, "log").open("w+b") as log:
+    with create_temporary_directory() as directory, Path(directory, "log").open("w+b") as log:
         params.hostnames = [f"{directory}/{_ERRORS}.sock"]
         stderr = os.dup(2)
         try:
@@ -211,15 +208,6 @@ def _read_log(path: Path) -> list[str]:
             break
         time.sleep(0.01)
     return data.decode(errors="replace").splitlines()
-
-
-def _create_private_directory() -> tempfile.TemporaryDirectory[str]:
-    """Return a directory for a socket, whose path is short."""
-    directory = create_temporary_directory()
-    if len(os.fsencode(directory.name)) <= _MAX_DIRECTORY:
-        return directory
-    directory.cleanup()
-    return create_temporary_directory("/tmp")  # noqa: S108 - a directory of its own in it
 
 
 def _close(server: list[Any], calls: weakref.WeakSet[_Call]) -> None:
