@@ -10,6 +10,8 @@ import hashlib
 import re
 from dataclasses import dataclass
 
+from clowder_aimage.errors import FormatError
+
 INTERACTIVE, BATCH = "interactive", "batch"
 # The first is served first.
 PRIORITIES = (INTERACTIVE, BATCH)
@@ -21,6 +23,8 @@ _ENCODED = re.compile("[0-9a-f]{64}|[0-9a-f]{128}")
 GATEWAYS = "gateway"
 # The key of the key set in its bucket
 KEY_SET = "keys"
+# An id, a digest, or the name of a chunk
+_PART = re.compile(r"[A-Za-z0-9_-]{1,128}")
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,32}")
 
 
@@ -84,20 +88,30 @@ class FleetNames:
         """The subject of announcements of new jobs."""
         return f"{self.fleet}.news"
 
+    def _join(self, kind: str, *parts: object) -> str:
+        """Return a subject; ``*`` is any part.
+
+        Raises FormatError: a text is not a part of a subject. NATS would end the connection.
+        """
+        for part in map(str, parts):
+            if part != "*" and _PART.fullmatch(part) is None:
+                raise FormatError(f"not a part of a subject: {part[:60]!a}")
+        return ".".join((self.fleet, kind, *map(str, parts)))
+
     def build_job_subject(self, priority: str, digest: str, caller: str = "*") -> str:
         """Return the subject of jobs for a manifest; ``digest`` is its hexadecimal part."""
-        return f"{self.fleet}.job.{priority}.{digest}.{caller}"
+        return self._join("job", priority, digest, caller)
 
     def build_log_subject(self, worker: str, job: str) -> str:
         """Return the subject of the frames of a worker for a job; ``*`` is any worker."""
-        return f"{self.fleet}.log.{worker}.{job}"
+        return self._join("log", worker, job)
 
     def build_mark_subject(self, writer: str, job: str) -> str:
         """Return the subject of the marks of a worker, or of gateways, for a job.
 
         ``*`` is any writer, GATEWAYS are the gateways.
         """
-        return f"{self.fleet}.mark.{writer}.{job}"
+        return self._join("mark", writer, job)
 
     def is_mark(self, subject: str) -> bool:
         """Return True if a subject is that of a mark."""
@@ -105,27 +119,27 @@ class FleetNames:
 
     def build_body_subject(self, upload: str, chunk: int | str) -> str:
         """Return the subject of a chunk of a large body."""
-        return f"{self.fleet}.body.{upload}.{chunk}"
+        return self._join("body", upload, chunk)
 
     def build_file_subject(self, chunk: str) -> str:
         """Return the subject of a chunk of a file."""
-        return f"{self.fleet}.file.{chunk}"
+        return self._join("file", chunk)
 
     def build_dead_letter_subject(self, worker: str, job: str) -> str:
         """Return the subject of the entry of a worker for a job that was given up."""
-        return f"{self.fleet}.dead.{worker}.{job}"
+        return self._join("dead", worker, job)
 
     def build_cancel_subject(self, job: str) -> str:
         """Return the subject of the cancellation of a job."""
-        return f"{self.fleet}.cancel.{job}"
+        return self._join("cancel", job)
 
     def build_call_subject(self, worker: str) -> str:
         """Return the subject of requests to one worker. They are not queued."""
-        return f"{self.fleet}.call.{worker}"
+        return self._join("call", worker)
 
     def build_control_subject(self, worker: str) -> str:
         """Return the subject of orders to one worker."""
-        return f"{self.fleet}.control.{worker}"
+        return self._join("control", worker)
 
     @staticmethod
     def build_consumer_name(priority: str, digest: str) -> str:

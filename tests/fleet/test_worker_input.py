@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,12 +16,14 @@ import pytest
 from clowder_aimage.cli.verbs.fleet import format_status
 from clowder_aimage.errors import FormatError
 from clowder_aimage.fleet.field import is_id
+from clowder_aimage.fleet.frame import ADMITTED, BEGIN, DEAD, END, Frame
 from clowder_aimage.fleet.gateway.continuation import NDJSON, SSE, Continuation
 from clowder_aimage.fleet.gateway.status import FleetFacts
 from clowder_aimage.fleet.job.job import FleetJob
-from clowder_aimage.fleet.name import make_worker_name
+from clowder_aimage.fleet.job.mark import JobTicket, MarkChain
+from clowder_aimage.fleet.name import GATEWAYS, FleetNames, make_worker_name
 from clowder_aimage.fleet.worker_registry import MAX_MODELS, WorkerRegistry, WorkerStatus
-from tests.fleet.hostile_message import HTML, VALUES, list_hostile_messages
+from tests.fleet.hostile_message import HTML, TEXTS, VALUES, list_hostile_messages
 
 DIGEST = "sha256:" + "3" * 64
 STATUS = WorkerStatus(
@@ -191,3 +196,32 @@ def test_an_event_costs_what_its_bytes_cost() -> None:
         assert continuation.deduplicate(b"x" * 1000) == b""
         sizes.append(id(continuation._buffer))
     assert len(set(sizes)) == 1 and len(continuation._buffer) == 2_000_000
+
+
+def test_a_subject_is_built_of_valid_parts() -> None:
+    names = FleetNames()
+    builders: tuple[Callable[[str], str], ...] = (
+        names.build_call_subject,
+        names.build_cancel_subject,
+        names.build_control_subject,
+        names.build_file_subject,
+        partial(names.build_mark_subject, "w"),
+        partial(names.build_log_subject, "w"),
+        partial(names.build_dead_letter_subject, "w"),
+        partial(names.build_job_subject, "batch", "ab" * 32),
+        partial(names.build_body_subject, "ab"),
+    )
+    wrong = [text for text in TEXTS if not is_id(text) and text != "*"]
+    for build, text in itertools.product(builders, wrong):
+        with pytest.raises(FormatError):
+            build(text)
+
+
+def test_marks_of_a_job_that_are_not_valid_do_not_count() -> None:
+    texts = [str(value) for value in VALUES]
+    ticket = JobTicket.generate()
+    for worker, kind in itertools.product((GATEWAYS, "w"), (ADMITTED, BEGIN, END, DEAD)):
+        chain = MarkChain("j", {ticket.public})
+        for text in texts:
+            data = text.encode("utf-8", "replace")
+            assert not chain.add(Frame(kind, 1, 0, data, worker, (), text)), (worker, kind, text)
