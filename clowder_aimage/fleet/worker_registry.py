@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import tenacity
 from nats.aio.msg import Msg
@@ -35,7 +35,7 @@ from clowder_aimage.fleet.field import (
 )
 from clowder_aimage.fleet.link import LOST, FleetLink
 from clowder_aimage.fleet.stream import STATUS_TTL
-from clowder_aimage.oci import Reference, read_json
+from clowder_aimage.oci import Reference
 from clowder_aimage.oci.reference import DEFAULT_TAG
 
 # Models in a status, and workers in a registry.
@@ -340,17 +340,21 @@ def _is_removal(headers: Mapping[str, str] | None) -> bool:
     return (headers or {}).get("KV-Operation") in ("DEL", "PURGE")
 
 
-# Orders of operators: whether the worker takes jobs.
-_ORDERS = {"drain": False, "resume": True}
+@dataclass(frozen=True, slots=True)
+class WorkerOrder:
+    """An operator's order: whether the worker takes jobs."""
+
+    __pydantic_config__ = STRICT
+
+    order: Literal["drain", "resume"]
+
+
+_ORDER = TypeAdapter(WorkerOrder)
 
 
 def parse_order(raw: bytes) -> bool:
     """Return True for the order to take jobs, False for that to take none. Raises FormatError."""
-    document = read_json(raw, "an order")
-    order = document.get("order") if isinstance(document, Mapping) else None
-    if order not in _ORDERS:
-        raise FormatError("the order is unknown")
-    return _ORDERS[order]
+    return read_fields(_ORDER, raw, "an order").order == "resume"
 
 
 async def give_order(link: FleetLink, worker: str, order: str) -> dict[str, Any]:

@@ -19,10 +19,17 @@ from clowder_aimage.fleet.field import is_id
 from clowder_aimage.fleet.frame import ADMITTED, BEGIN, DEAD, END, Frame
 from clowder_aimage.fleet.gateway.continuation import NDJSON, SSE, Continuation
 from clowder_aimage.fleet.gateway.status import FleetFacts
+from clowder_aimage.fleet.job.envelope import StoredBody
 from clowder_aimage.fleet.job.job import FleetJob
-from clowder_aimage.fleet.job.mark import JobTicket, MarkChain
+from clowder_aimage.fleet.job.mark import MarkChain
 from clowder_aimage.fleet.name import GATEWAYS, FleetNames, make_worker_name
-from clowder_aimage.fleet.worker_registry import MAX_MODELS, WorkerRegistry, WorkerStatus
+from clowder_aimage.fleet.ticket import Admission, JobTicket
+from clowder_aimage.fleet.worker_registry import (
+    MAX_MODELS,
+    WorkerRegistry,
+    WorkerStatus,
+    parse_order,
+)
 from tests.fleet.hostile_message import HTML, TEXTS, VALUES, list_hostile_messages
 
 DIGEST = "sha256:" + "3" * 64
@@ -217,11 +224,27 @@ def test_a_subject_is_built_of_valid_parts() -> None:
             build(text)
 
 
+@pytest.mark.parametrize(
+    "read",
+    [
+        StoredBody.parse,
+        partial(JobTicket.parse, "j"),
+        lambda text: Admission.decode(text.encode("utf-8", "replace")),
+        lambda text: parse_order(text.encode("utf-8", "replace")),
+    ],
+    ids=["body", "ticket", "admission", "order"],
+)
+def test_a_text_is_valid_or_refused(read: Callable[[str], object]) -> None:
+    texts = [raw.decode("utf-8", "replace") for _, raw in list_hostile_messages({"order": "drain"})]
+    for text in (*texts, *TEXTS, *map(str, VALUES)):
+        with contextlib.suppress(FormatError):
+            read(text)
+
+
 def test_marks_of_a_job_that_are_not_valid_do_not_count() -> None:
     texts = [str(value) for value in VALUES]
-    ticket = JobTicket.generate()
     for worker, kind in itertools.product((GATEWAYS, "w"), (ADMITTED, BEGIN, END, DEAD)):
-        chain = MarkChain("j", {ticket.public})
+        chain = MarkChain(JobTicket.generate("j"))
         for text in texts:
             data = text.encode("utf-8", "replace")
             assert not chain.add(Frame(kind, 1, 0, data, worker, (), text)), (worker, kind, text)

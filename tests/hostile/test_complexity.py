@@ -569,7 +569,7 @@ COVERED = {
         "frames of a response, by read_json",
     ),
     **dict.fromkeys(
-        ("fleet/field.py", "fleet/job/job.py", "fleet/link.py", "fleet/worker_registry.py"),
+        ("fleet/field.py", "fleet/job/job.py", "fleet/link.py"),
         "a message, by read_json",
     ),
     "fleet/job/request.py": "a line of a transfer of a worker of the fleet, by read_json",
