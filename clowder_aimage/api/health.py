@@ -15,8 +15,9 @@ from clowder_aimage.api.answer_stream import (
     encode_event,
     with_keepalive,
 )
+from clowder_aimage.api.batch.store import is_almost_full
 from clowder_aimage.api.service import Service
-from clowder_aimage.engine.executor import run_probe
+from clowder_aimage.engine.executor import run_io, run_probe
 from clowder_aimage.http.api_error import RETRY_AFTER, ApiError
 from clowder_aimage.http.metrics_role import MetricsRole
 from clowder_aimage.http.route import INFER, Route, serve
@@ -25,9 +26,9 @@ from clowder_aimage.http.route import INFER, Route, serve
 ALIVE = 15.0
 
 
-def build_routes(service: Service) -> list[Route]:
-    """Return the routes of health, metrics and events."""
-    health = Health(service)
+def build_routes(service: Service, reserve: int = 0) -> list[Route]:
+    """Return the routes of health, metrics and events. ``reserve`` is that of the disk."""
+    health = Health(service, reserve)
     return [
         serve(operation.ALIVE, health.report_liveness),
         serve(operation.READY, health.report_readiness),
@@ -40,8 +41,8 @@ def build_routes(service: Service) -> list[Route]:
 class Health:
     """The handlers for one service."""
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    def __init__(self, service: Service, reserve: int) -> None:
+        self._service, self._reserve = service, reserve
 
     async def report_liveness(self, _: web.Request) -> web.Response:
         """Respond that the event loop runs, without further checks."""
@@ -62,8 +63,12 @@ class Health:
         if request.get("scope") is None:
             reasons = [{"reason": reason["reason"]} for reason in reasons]
         body: dict[str, Any] = {"status": "unavailable" if reasons else "ok", "reasons": reasons}
-        if node is not None:
-            body["warnings"] = list(node.list_warnings())
+        warnings = list(node.list_warnings()) if node is not None else []
+        if await run_io(is_almost_full, service.store.root, self._reserve):
+            # Pictures and texts are still made, so it is not a reason against the readiness
+            warnings.append("the disk of the store is almost full: no files and batches")
+        if node is not None or warnings:
+            body["warnings"] = warnings
         headers = {"Retry-After": str(RETRY_AFTER)} if reasons else {}
         return web.json_response(body, status=503 if reasons else 200, headers=headers)
 

@@ -31,7 +31,7 @@ class Readiness(TypedDict):
     status: Literal["ok", "unavailable"]
     reasons: list[Reason]
     warnings: NotRequired[
-        Annotated[list[str], Field(description="Of a node: problems that do not affect it.")]
+        Annotated[list[str], Field(description="Problems that do not affect it.")]
     ]
 
 

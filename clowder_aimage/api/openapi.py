@@ -41,13 +41,18 @@ _REFUSALS = {
         "An adapter or a picture cannot be used, a URL has an unsupported scheme, or an "
         "idempotency key was used for another request.",
     ),
+    429: ("TooMuch", "This client has as much of something as it may have; the message names it."),
     500: ("Failed", "Internal error."),
     502: ("Registry", "The registry denied access, failed, or is unreachable."),
     503: ("Busy", "The queue is full, or the server cannot work at the moment."),
     504: ("Deadline", "The request exceeded the deadline."),
     507: ("NoSpace", "The disk is full."),
 }
-_HEADERS = {401: {"WWW-Authenticate": "The scheme."}, 503: {"Retry-After": "Seconds."}}
+_HEADERS = {
+    401: {"WWW-Authenticate": "The scheme."},
+    429: {"Retry-After": "Seconds, if waiting helps."},
+    503: {"Retry-After": "Seconds."},
+}
 
 
 class OpenAIFault(TypedDict):
@@ -197,7 +202,7 @@ def _list_statuses(operation: Operation, *, needs_token: bool) -> list[int]:
     """Return the statuses of refusals: also those that follow from the scope and the body."""
     statuses = {403, 500, *operation.refusals, *([401] if needs_token else [])}
     if operation.body or operation.form:
-        statuses |= {400, 408, 413, 415}
+        statuses |= {400, 408, 413, 415, 429}
     return sorted(statuses | {400} if operation.query else statuses)
 
 

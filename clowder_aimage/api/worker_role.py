@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from functools import cached_property
 
 from clowder_aimage.api import health, page
@@ -20,6 +20,7 @@ from clowder_aimage.engine.engine import Engine
 from clowder_aimage.engine.model_fetch import preload
 from clowder_aimage.errors import AImageError
 from clowder_aimage.http.background import run_in_background
+from clowder_aimage.http.caller_ledger import CallerBounds, CallerLedger
 from clowder_aimage.http.local_call import LocalCalls
 from clowder_aimage.http.route import Exchange, Role, Route
 
@@ -40,18 +41,27 @@ class WorkerRole(Role):
         *,
         makes_pictures: bool = True,
         advice: Callable[[AImageError], str | None] | None = None,
+        tokens: Mapping[str, str] | None = None,
     ) -> None:
         self._service = service
         self._makes_pictures = makes_pictures
         self.calls = LocalCalls(self, advice)
-        settings, store = service.settings, DirectoryBatchStore(service.store.root)
+        settings = service.settings
+        self._store = DirectoryBatchStore(service.store.root, settings.reserve)
+        self._ledger = CallerLedger(CallerBounds.of(settings))
         # Less than the queue, so that other requests have their turn
         at_once = max(1, min(_BATCH, settings.queue))
-        self._batches = BatchRunner(store, self.calls, lambda: at_once)
+        self._batches = BatchRunner(
+            self._store, self.calls, lambda: at_once, tokens=tokens, ledger=self._ledger
+        )
 
     @property
     def is_draining(self) -> bool:
         return self._service.engine.is_draining
+
+    @property
+    def ledger(self) -> CallerLedger:
+        return self._ledger
 
     def build_routes(self) -> list[Route]:
         return self._routes
@@ -61,7 +71,7 @@ class WorkerRole(Role):
         """The routes, made once: uploads and links are those of all requests."""
         service = self._service
         common = (
-            health.build_routes(service)
+            health.build_routes(service, service.settings.reserve if self._makes_pictures else 0)
             + ollama_routes.build_routes(service)
             + storage.build_routes(service)
         )
@@ -80,7 +90,7 @@ class WorkerRole(Role):
         from clowder_aimage.api.store import adapter_list, job_routes
 
         uploads = PictureUploads(service)
-        common += BatchRoutes(self._batches, lambda _: "").build_routes()
+        common += BatchRoutes(self._batches).build_routes()
         common += ollama_generate.build_routes(uploads) + ollama_text.build_routes(service)
         common += adapter_list.build_routes(service) + job_routes.build_routes(service)
         return [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,8 @@ _LOAD_OPTIONS = (
     *("memory", "models", "lora_dir", "context", "parallel"),
 )
 _TUNING = ("compile", "attention", "device")
+# The caller of a request, if its server tells callers apart: a name of its token
+CALLER: ContextVar[str] = ContextVar("caller", default="")
 # Pull policies, named as those of Kubernetes
 NEVER, IF_MISSING, ALWAYS = "never", "if-missing", "always"
 
@@ -108,6 +111,19 @@ class BusyError(AImageError):
         hint = f"try again in {retry_after} seconds"
         super().__init__(f"the queue is full: {waiting} requests are waiting", hint=hint)
         self.retry_after = retry_after
+
+
+class CallerBusyError(BusyError):
+    """Too many requests of one caller are waiting: the other places are those of others."""
+
+    def __init__(self, waiting: int, retry_after: int) -> None:
+        super().__init__(waiting, retry_after)
+        self.message = f"{waiting} requests of this client are waiting, as many as it may have"
+
+
+def compute_share(places: int) -> int:
+    """Return the number of a queue's places that one caller may have: others have the rest."""
+    return max(1, places - max(1, places // 4)) if places else 0
 
 
 class DeadlineError(AImageError):

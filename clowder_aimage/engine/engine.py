@@ -247,9 +247,14 @@ class Engine:
         waiting = [
             request for request in self._requests if not request.is_begun and not request.deaths
         ]
-        count = sum((request.stage == "pulling") == is_pulling for request in waiting)
-        if count >= limit:
-            raise self.refuse(count)
+        callers = [
+            request.caller for request in waiting if (request.stage == "pulling") == is_pulling
+        ]
+        if len(callers) >= limit:
+            raise self.refuse(len(callers))
+        caller = admission.CALLER.get()
+        if caller and (count := callers.count(caller)) >= admission.compute_share(limit):
+            raise admission.CallerBusyError(count, self.refuse(count).retry_after)
 
     async def _run(self, request: QueuedRequest, emit: Emit) -> None:
         stored = await self._find(request)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 
 from clowder_aimage.dialect import AImage
-from clowder_aimage.engine.admission import FOR_EVER, IF_MISSING, DeadlineError
+from clowder_aimage.engine.admission import CALLER, FOR_EVER, IF_MISSING, DeadlineError
 from clowder_aimage.engine.event import ModelRequest
 from clowder_aimage.engine.frame import Message
 from clowder_aimage.engine.runner import Runner
@@ -122,6 +122,7 @@ class QueuedRequest:
     is_text: bool = False
     stored: StoredAImage | None = None
 
+    caller: str = field(default_factory=CALLER.get)
     # True for a part of a request that was admitted before
     is_admitted: bool = False
     number: int = 0

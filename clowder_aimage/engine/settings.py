@@ -137,6 +137,7 @@ Name = Annotated[str, BeforeValidator(_check_reference)]
 Origins = Annotated[tuple[str, ...], BeforeValidator(_parse_origins)]
 Words = Annotated[tuple[str, ...], BeforeValidator(_list)]
 Seconds = Annotated[float, BeforeValidator(parse_duration)]
+Size = Annotated[int, BeforeValidator(_parse_size)]
 # 0 means no limit
 Limit = Annotated[float, BeforeValidator(lambda value: parse_duration(value) or FOR_EVER)]
 ServerSettingsT = TypeVar("ServerSettingsT", bound="ServerSettings")
@@ -171,7 +172,15 @@ class ServerSettings(BaseModel):
         return self.addr or (None if self.socket else self.ADDRESS)
 
 
-class Settings(ServerSettings):
+class CallerSettings(ServerSettings):
+    """Settings of a server whose clients keep files and begin batches: the bounds of each token."""
+
+    caller_bytes: Size = 10 << 30
+    caller_batches: int = Field(default=100, ge=1)
+    caller_body_bytes: Size = 256 << 20
+
+
+class Settings(CallerSettings):
     """Settings of a worker."""
 
     SECTION = "worker"
@@ -209,6 +218,7 @@ class Settings(ServerSettings):
     lora_dir: Path | None = None
     parallel: int = Field(default=16, ge=1, le=256)
     context: int | None = Field(default=None, ge=16)
+    reserve: Size = 1 << 30
     join: str | None = None
     worker_name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_-]{1,64}$")
 

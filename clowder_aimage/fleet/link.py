@@ -139,6 +139,10 @@ def _check_creds(path: Path) -> None:
         raise UsageError(f"{path} is not a file of NATS credentials") from None
 
 
+# The part of a stream that new jobs leave to those that are there.
+RESERVE = 10
+
+
 class NotFirstError(AImageError):
     """A subject has a message already."""
 
@@ -184,6 +188,8 @@ class FleetLink:
         self._js = JetStreamContext(self._client)
         self._reason: AImageError | None = None
         self._ready = asyncio.Event()
+        # The bytes that streams may still take before their reserve.
+        self._space: dict[str, int] = {}
         # When the streams are looked at again.
         self._due = 0.0
         self.on_ready: list[Callable[[], object]] = []
@@ -283,6 +289,22 @@ class FleetLink:
         if isinstance(self._reason, _LASTING):
             self.check()
 
+    def is_almost_full(self, stream: str) -> bool:
+        """Return True if a stream has only its reserve of space."""
+        return self._space.get(stream, 1) <= 0
+
+    def take_space(self, size: int = 0) -> None:
+        """Count the bytes of the body of a new job until the streams are looked at again.
+
+        Raises ApiError (503) if a stream of jobs and their responses has only its reserve.
+        """
+        for name in sorted(self._space.keys() - {self.names.files, self.names.dead}):
+            needed = size if name == self.names.bodies else 0
+            if self._space[name] <= needed:
+                message = f"the stream {name} of the fleet is almost full; try again later"
+                raise build_unavailable_error(message)
+            self._space[name] -= needed
+
     async def _connect(self) -> None:
         """Keep the connection; replace a client that was closed, ever later if it ends soon."""
         clock, pause = asyncio.get_running_loop().time, _REPLACED
@@ -322,7 +344,7 @@ class FleetLink:
     async def _verify(self) -> None:
         try:
             self._check_server()
-            await check_streams(self._js, self.names, is_worker=self._kind == WORKER)
+            self._space = await check_streams(self._js, self.names, is_worker=self._kind == WORKER)
             await self._read_clock()
             self._take_key_set(await self._read_key_set())
         except AImageError as error:
@@ -606,11 +628,13 @@ def _parse_time(text: str) -> float:
 
 async def check_streams(
     js: JetStreamContext, names: FleetNames, *, is_worker: bool = False
-) -> None:
-    """Raise UsageError unless the streams of a fleet exist and are configured correctly.
+) -> dict[str, int]:
+    """Return the bytes that each stream of a fleet may still take before its reserve.
 
-    A worker may not ask for those that only gateways use.
+    A worker may not ask for those that only gateways use. Raises UsageError unless they exist and
+    are configured correctly.
     """
+    space = {}
     advice = {"remedy": "fleet_init", "fleet": names.fleet}
     buckets = f"KV_{names.workers}", f"KV_{names.keys}"
     others = () if is_worker else (names.bodies, names.files, f"KV_{names.batches}")
@@ -628,3 +652,7 @@ async def check_streams(
         wrong = describe_differences(names, stream.config)
         if wrong:
             raise UsageError(f"the stream {name} is configured otherwise: {wrong}", **advice)
+        limit = stream.config.max_bytes or 0
+        if limit > 0:
+            space[name] = limit - limit // RESERVE - stream.state.bytes
+    return space

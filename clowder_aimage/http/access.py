@@ -18,6 +18,7 @@ from aiohttp.typedefs import Handler, Middleware
 from clowder_aimage.errors import UsageError
 from clowder_aimage.http import PRODUCT
 from clowder_aimage.http.api_error import OCI, ApiError, find_interface
+from clowder_aimage.http.caller import compute_name
 from clowder_aimage.http.route import ADMIN, INFER, NODE, OPEN
 
 # Among allowed hosts: IP addresses, which need no resolution
@@ -58,6 +59,17 @@ def read_token(path: Path) -> str:
 def read_tokens(path: Path) -> dict[str, str]:
     """Return the tokens in a file with the scope of each.
 
+    Raises UsageError if there is none, and as ``parse_tokens``.
+    """
+    scopes = parse_tokens(path)
+    if not scopes:
+        raise UsageError(f"no token in {path}", hint="add a line 'admin TOKEN' or 'infer TOKEN'")
+    return scopes
+
+
+def parse_tokens(path: Path) -> dict[str, str]:
+    """Return the tokens in a file, or none, with the scope of each.
+
     A line is ``admin TOKEN``, ``infer TOKEN`` or ``node TOKEN``; the scope defaults to admin. Empty
     lines and lines that begin with ``#`` are skipped. Raises UsageError.
     """
@@ -75,8 +87,6 @@ def read_tokens(path: Path) -> dict[str, str]:
             )
         if scopes.setdefault(token, scope) != scope:
             raise UsageError(f"the token in line {number} of {path} has two scopes")
-    if not scopes:
-        raise UsageError(f"no token in {path}", hint="add a line 'admin TOKEN' or 'infer TOKEN'")
     return scopes
 
 
@@ -177,6 +187,9 @@ def check_scope(tokens: Mapping[str, str], scopes: Mapping[web.AbstractRoute, st
         scope = _find_scope(request, tokens) if tokens else anyone
         if scope is not None:
             request["scope"] = scope
+            if tokens:
+                token = parse_token(request.headers.get("Authorization", ""))
+                request["owner"] = compute_name(token)
         elif required != OPEN:
             is_registry = find_interface(request) == OCI
             headers = {"WWW-Authenticate": _REGISTRY_CHALLENGE if is_registry else _CHALLENGE}

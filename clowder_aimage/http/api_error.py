@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 
 from clowder_aimage import errors
-from clowder_aimage.engine.admission import BusyError, DeadlineError, DiedError, StoppedError
+from clowder_aimage.engine.admission import (
+    BusyError,
+    CallerBusyError,
+    DeadlineError,
+    DiedError,
+    StoppedError,
+)
 from clowder_aimage.errors import (
     AImageError,
     NoSpaceError,
@@ -36,6 +42,7 @@ INTERFACE = web.AppKey("interface", str)
 ADVICE: web.AppKey[Callable[[AImageError], str | None]] = web.AppKey("advice")
 # The first matching class determines the status and the code (OpenAI, "Error codes")
 _STATUS: tuple[tuple[type[AImageError], int, str], ...] = (
+    (CallerBusyError, 429, "too_many_requests"),
     (BusyError, 503, "overloaded"),
     (StoreBusyError, 503, "store_busy"),
     (StoppedError, 503, "unavailable"),
@@ -116,7 +123,7 @@ def convert_error(error: AImageError, interface: str = OPENAI) -> ApiError:
         is_busy = isinstance(error, StoreBusyError)
         message = "the store is in use" if is_busy else "cannot access the store"
     headers = dict([NO_RETRY]) if isinstance(error, DeadlineError | DiedError) else {}
-    if status == 503:
+    if status in (429, 503):
         headers["Retry-After"] = str(getattr(error, "retry_after", RETRY_AFTER))
     return ApiError(status, message, code=code, headers=headers)
 

@@ -22,13 +22,15 @@ from aiohttp.typedefs import Handler, Middleware
 
 from clowder_aimage.content import telemetry
 from clowder_aimage.document.unicode_text import INVALID
-from clowder_aimage.engine.admission import shutdown_error
+from clowder_aimage.engine.admission import CALLER, shutdown_error
 from clowder_aimage.errors import AImageError
 from clowder_aimage.http import PRODUCT
 from clowder_aimage.http import api_error as errors
 from clowder_aimage.http.access import LOOPBACK_HOSTS, check_host, check_scope
 from clowder_aimage.http.api_error import ADVICE, INTERFACE, OCI, OPENAI, ApiError, find_interface
 from clowder_aimage.http.body_stream import build_size_error, check_coding, check_type
+from clowder_aimage.http.caller import identify_caller, identify_owner
+from clowder_aimage.http.caller_ledger import CallerLedger
 from clowder_aimage.http.local_request import Request
 from clowder_aimage.http.log import list_frames
 from clowder_aimage.http.loop_watch import watch_requests
@@ -87,7 +89,8 @@ def build_app(
             _account(roles),
             answer_errors,
             check_host(hosts, origins),
-            check_scope(tokens or {}, scopes),
+            check_scope({} if tokens is None else tokens, scopes),
+            _hold_body(_find_ledger(roles)),
             _refuse_at_the_end(roles),
             _read_body(bodies),
         ],
@@ -293,6 +296,27 @@ def check_running(roles: Sequence[Role], method: str) -> None:
         raise shutdown_error()
 
 
+def _find_ledger(roles: Sequence[Role]) -> CallerLedger:
+    ledgers = (role.ledger for role in roles)
+    return next((ledger for ledger in ledgers if ledger is not None), CallerLedger())
+
+
+def _hold_body(ledger: CallerLedger) -> Middleware:
+    """Count the bytes of the bodies of a caller until their requests end, in ``request["body"]``.
+
+    Bodies that are streamed to a store are not counted.
+    """
+
+    @web.middleware
+    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+        CALLER.set(identify_owner(request))
+        with ledger.hold(ledger.bounds.body_bytes, identify_caller(request)) as body:
+            request["body"] = body
+            return await handler(request)
+
+    return middleware
+
+
 def _read_body(bodies: Mapping[web.AbstractRoute, int | None]) -> Middleware:
     """Read the JSON body before the handler runs; reject large, slow and encoded bodies."""
 
@@ -303,8 +327,10 @@ def _read_body(bodies: Mapping[web.AbstractRoute, int | None]) -> Middleware:
         if limit is None:
             return await handler(request)
         check_coding(request)
-        if (request.content_length or 0) > limit:
+        announced = request.content_length or 0
+        if announced > limit:
             raise build_size_error()
+        request["body"].add(announced)
         try:
             async with asyncio.timeout(BODY_TIMEOUT):
                 size = len(await request.read())
@@ -312,6 +338,7 @@ def _read_body(bodies: Mapping[web.AbstractRoute, int | None]) -> Middleware:
             raise ApiError(408, "timed out reading the request body", code="timeout") from None
         if size > limit:
             raise build_size_error()
+        request["body"].add(max(0, size - announced))
         if size and request.match_info.route in bodies:
             check_type(request)
         return await handler(request)

@@ -71,6 +71,9 @@ class LogFilter:
         error = record.exc_info[1] if record.exc_info else None
         if isinstance(error, HttpProcessingError):
             return False
+        if record.name == "asyncio":
+            # The other lines represent tasks and exceptions, with their texts
+            record.msg, record.args = str(record.msg).partition("\n")[0], ()
         if not record.name.startswith("aimage"):
             key, timestamp = (record.name, str(record.msg).partition("\n")[0][:100]), self._clock()
             since, count = self._logged.get(key, (timestamp - _INTERVAL, 0))

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from aiohttp import web
 
+from clowder_aimage.http.caller_ledger import CallerLedger
 from clowder_aimage.http.local_request import Request
 from clowder_aimage.http.operation import BODY, Operation
 
@@ -111,6 +112,11 @@ class Role:
     def is_draining(self) -> bool:
         """Return True while the role refuses new work."""
         return False
+
+    @property
+    def ledger(self) -> CallerLedger | None:
+        """The bounds of the callers of a role whose clients may keep or occupy something."""
+        return None
 
     def build_routes(self) -> list[Route]:
         """Return the routes of the role."""

@@ -59,7 +59,7 @@ class BatchServer(Role):
         runner = self._runner
         return [
             *ollama_routes.build_open_routes(),
-            *BatchRoutes(runner, lambda _: "").build_routes(),
+            *BatchRoutes(runner).build_routes(),
         ]
 
     async def send(self, request: LocalRequest) -> web.StreamResponse:
@@ -78,7 +78,7 @@ class BatchServer(Role):
         return [prompt for prompt, _ in self.served]
 
     def records(self) -> list[str]:
-        return asyncio.run(self._store.list_ids())
+        return [name for _, name in asyncio.run(self._store.list_keys())]
 
     @contextlib.contextmanager
     def serving(self) -> Iterator[None]:

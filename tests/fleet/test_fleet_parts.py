@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from nats.js.errors import NotFoundError as NoMessageError
 
-from clowder_aimage.engine.admission import NEVER, BusyError
+from clowder_aimage.engine.admission import NEVER, BusyError, CallerBusyError
 from clowder_aimage.errors import FormatError, NotFoundError, UsageError
 from clowder_aimage.fleet import link as fleet_link
 from clowder_aimage.fleet.frame import (
@@ -624,6 +624,30 @@ def test_a_full_line_refuses_and_a_job_that_has_begun_makes_room() -> None:
     asyncio.run(run())
 
 
+def test_a_caller_leaves_places_for_others() -> None:
+    async def run() -> None:
+        line = FairQueue(lambda _: 0, max_waiting=8)
+
+        async def wait(caller: str) -> None:
+            async with line.turn(caller, INTERACTIVE, A):
+                raise AssertionError
+
+        many = [asyncio.create_task(wait("many")) for _ in range(9)]
+        await asyncio.sleep(0)
+        few = [asyncio.create_task(wait("few")) for _ in range(3)]
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        refused = [task.exception() for task in (*many, *few) if task.done()]
+        kinds = [type(error) for error in refused]
+        assert kinds == [CallerBusyError] * 3 + [BusyError] and line.waiting == 8
+        for task in (*many, *few):
+            task.cancel()
+        await asyncio.gather(*many, *few, return_exceptions=True)
+        assert not line._waiting
+
+    asyncio.run(run())
+
+
 async def _pass(line: FairQueue) -> None:
     async with line.turn("b", INTERACTIVE, A):
         pass
@@ -758,11 +782,56 @@ def test_a_server_that_cannot_serve_a_fleet_is_named() -> None:
     asyncio.run(check())
 
 
+@pytest.mark.parametrize(
+    ("stream", "stored", "is_refused"),
+    [
+        ("aimage-jobs", 800, False),
+        ("aimage-jobs", 900, True),
+        ("aimage-logs", 950, True),
+        ("aimage-bodies", 950, True),
+        ("aimage-marks", 950, True),
+        # Their own routes refuse what is stored there
+        ("aimage-files", 1000, False),
+        ("aimage-dead", 1000, False),
+    ],
+)
+def test_new_work_leaves_a_reserve_of_each_stream(
+    stream: str, stored: int, is_refused: bool
+) -> None:
+    async def check() -> None:
+        names = FleetNames()
+        configs = {config.name: config for config in FleetShape().build_streams(names)}
+
+        async def describe(name: str) -> Any:
+            state = SimpleNamespace(bytes=stored if name == stream else 0)
+            bucket = SimpleNamespace(name=name, max_bytes=-1, max_age=1, allow_direct=True)
+            config: Any = configs.get(name) or bucket
+            config.max_bytes = 1000 if name in configs else -1
+            return SimpleNamespace(config=config, state=state)
+
+        link = FleetLink(FleetAccess(("nats://127.0.0.1:1",)), GATEWAY)
+        link._js = SimpleNamespace(stream_info=describe)  # type: ignore[assignment]
+        link._space = await fleet_link.check_streams(link._js, names)
+        assert link.is_almost_full(stream) is (stored >= 900)
+        if is_refused:
+            with pytest.raises(ApiError, match=stream) as caught:
+                link.take_space()
+            assert caught.value.status == 503 and caught.value.headers["Retry-After"]
+            return
+        link.take_space(90)
+        # Jobs count until the streams are looked at again
+        with pytest.raises(ApiError, match="almost full"):
+            link.take_space(900)
+
+    asyncio.run(check())
+
+
 def test_streams_that_are_there_are_looked_at_again_after_a_while(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def find_all(*_: object, **options: object) -> None:
+    async def find_all(*_: object, **options: object) -> dict[str, int]:
         assert options == {"is_worker": False}
+        return {}
 
     async def do_nothing(*_: object) -> None:
         pass

@@ -94,14 +94,14 @@ def list_hostile_records(name: str) -> list[tuple[str, bytes]]:
 
 @pytest.mark.parametrize("name", RECORDS)
 def test_a_record_is_valid_or_refused(name: str) -> None:
-    assert read_record(json.dumps(RECORDS[name]).encode(), name) == RECORDS[name]
+    assert read_record(json.dumps(RECORDS[name]).encode(), "me", name) == RECORDS[name]
     later = {**RECORDS[name], "later": 1}
-    assert read_record(json.dumps(later).encode(), name) == later
+    assert read_record(json.dumps(later).encode(), "me", name) == later
     for label, raw in list_hostile_records(name):
         with contextlib.suppress(FormatError):
-            record = read_record(raw, name)
+            record = read_record(raw, "me", name)
             assert label != "bad pieces"
-            assert record["object"]["id"] == name
+            assert (record["owner"], record["object"]["id"]) == ("me", name)
             assert type(record["object"]["created_at"]) is int
             assert all(type(count) is int for _, count in record["pieces"])
 
@@ -118,7 +118,7 @@ def test_no_record_makes_an_internal_error(play: Play) -> None:
                 raws = [raw for _, raw in list_hostile_records(name) if len(raw) < 10_000]
                 for number, raw in enumerate(raws[::4]):
                     own = name[:-24] + f"{number:024x}"
-                    await bucket.put(own, raw.replace(name.encode(), own.encode()))
+                    await bucket.put(f"me.{own}", raw.replace(name.encode(), own.encode()))
                     paths += [f"/v1/files/{own}"] if number % 20 == 0 else []
             for path in paths:
                 async with fleet.session.get(url + path) as answer:

@@ -1,8 +1,11 @@
-"""Texts that are not valid Unicode, in each field of each route: a refusal, never a failure."""
+"""Texts of clients in each field of each route: no failure, and nothing of them in a log."""
 
 from __future__ import annotations
 
+import builtins
+import io
 import json
+import logging
 import urllib.request
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +14,12 @@ import pytest
 
 from clowder_aimage.api.worker_role import WorkerRole
 from clowder_aimage.document.unicode_text import find_invalid_text
+from clowder_aimage.engine.batch_line import OVER
+from clowder_aimage.engine.engine import Engine
+from clowder_aimage.http.log import JSON, configure
 from clowder_aimage.http.operation import Operation
+from clowder_aimage.http.route import INFER
+from tests.wait import until
 from tests.worker.conftest import LocalWorker, answer_to
 
 HALF = "x\ud800"
@@ -100,3 +108,90 @@ def test_a_line_of_a_batch_and_the_name_of_a_file_are_refused(worker: LocalWorke
 )
 def test_the_first_text_that_is_not_unicode_is_named(text: str, path: Any) -> None:
     assert find_invalid_text(json.loads(text), text.encode()) == path
+
+
+MARK = "MARKED7TEXT"
+FAULTS = ("RuntimeError", "ValueError", "KeyError", "UnicodeEncodeError")
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+    """Return all that is logged, of each level, as a server writes it."""
+    root, file = logging.getLogger(), io.StringIO()
+    monkeypatch.setattr(root, "handlers", [])
+    monkeypatch.setattr(root, "level", root.level)
+    configure(JSON, "debug", file=file)
+    return file
+
+
+def mark(value: Any) -> Any:
+    """Return a JSON value whose texts, also keys, are marked ones."""
+    if isinstance(value, dict):
+        return {mark(key) if key == HALF else key: mark(nested) for key, nested in value.items()}
+    if isinstance(value, list):
+        return [mark(nested) for nested in value]
+    return MARK if value == HALF else value
+
+
+def make_fault(kind: str) -> Exception:
+    if kind == "UnicodeEncodeError":
+        return UnicodeEncodeError("utf-8", MARK, 0, 1, MARK)
+    fault: Exception = getattr(builtins, kind)(MARK)
+    return fault
+
+
+def test_no_text_of_a_client_is_in_a_log(
+    worker: LocalWorker, log: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good = {"model": "tiny", "prompt": MARK, "size": "64x64", "steps": 1, "user": MARK}
+    for operation in list_operations(worker):
+        if operation.body is None:
+            continue
+        for body in map(mark, list_bodies(operation.body)):
+            # The others would change the store
+            may_work = operation.scope == INFER
+            for fields in (body, {**good, **body}) if may_work else (body,):
+                data = json.dumps(fields).encode()
+                send(
+                    worker, operation.method, operation.path, data, Content_Type="application/json"
+                )
+    images = "/v1/images/generations"
+    line = {"custom_id": MARK, "method": "POST", "url": images, "body": good}
+    for wrong in (b"{", json.dumps(MARK).encode(), f'{{"{MARK}": 1, "{MARK}": 2}}'.encode()):
+        send(worker, "POST", images, wrong, Content_Type="application/json")
+    for kind in ("", *FAULTS):
+
+        def fail(*_: object, kind: str = kind, **__: object) -> Any:
+            raise make_fault(kind)
+
+        if kind:
+            monkeypatch.setattr(Engine, "generate", fail)
+        data = json.dumps(good).encode()
+        status, _ = send(worker, "POST", images, data, Content_Type="application/json")
+        assert status == (500 if kind not in ("", "UnicodeEncodeError") else 400 if kind else 200)
+        for lines in (json.dumps(line), json.dumps(line)[:-2]):
+            run_batch(worker, lines)
+    assert MARK not in log.getvalue(), [
+        entry[:300] for entry in log.getvalue().splitlines() if MARK in entry
+    ][:5]
+    assert log.getvalue().count("\n") > 500
+
+
+def run_batch(worker: LocalWorker, lines: str) -> None:
+    form = (
+        '--x\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+        f'--x\r\nContent-Disposition: form-data; name="file"; filename="{MARK}"\r\n\r\n'
+        f"{lines}\r\n--x--\r\n"
+    )
+    kind = "multipart/form-data; boundary=x"
+    file = json.loads(send(worker, "POST", "/v1/files", form.encode(), Content_Type=kind)[1])
+    body = {
+        "input_file_id": file["id"],
+        "endpoint": "/v1/images/generations",
+        "completion_window": "24h",
+        "metadata": {MARK: MARK},
+    }
+    data = json.dumps(body).encode()
+    _, answer = send(worker, "POST", "/v1/batches", data, Content_Type="application/json")
+    name = json.loads(answer)["id"]
+    until(lambda: worker.get(f"/v1/batches/{name}")["status"] in OVER)

@@ -19,7 +19,14 @@ from tests.real_registry import RealRegistry
 
 pytest.importorskip("prometheus_client")
 
-from clowder_aimage.engine.admission import BusyError, DeadlineError, Pace, StoppedError
+from clowder_aimage.engine.admission import (
+    CALLER,
+    BusyError,
+    CallerBusyError,
+    DeadlineError,
+    Pace,
+    StoppedError,
+)
 from clowder_aimage.engine.event import (
     ImageEvent,
     LoadingEvent,
@@ -88,6 +95,24 @@ def test_requests_beyond_the_queue_are_refused_at_once(stocked_store: LayeredSto
     assert found.count("served") == 5  # one running and four queued
     assert all(retry >= 1 for retry in found if retry != "served")
     assert (after, waiting) == ("served", 0)
+
+
+def test_one_caller_does_not_take_all_places_of_the_queue(stocked_store: LayeredStore) -> None:
+    async def play(engine: Any) -> list[Any]:
+        async def one(seed: int, caller: str) -> object:
+            CALLER.set(caller)
+            try:
+                await served(engine, job(seed=seed))
+            except BusyError as error:
+                return type(error)
+            return "served"
+
+        callers = [*("many",) * 20, "few"]
+        tasks = [asyncio.create_task(one(*each)) for each in enumerate(callers)]
+        return await asyncio.gather(*tasks)
+
+    *many, few = played(stocked_store, play, queue=4)
+    assert few == "served" and set(many) == {"served", CallerBusyError}
 
 
 def test_a_cancelled_request_leaves_the_queue(stocked_store: LayeredStore) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import io
 import json
 import logging
@@ -51,6 +53,23 @@ def test_every_record_is_one_line_without_secrets(kind: str, root: logging.Logge
     assert all("2J" not in line for line in lines if "ValueError" in line)
     if kind == JSON:
         assert json.loads(lines[1])["at"][0].endswith("without_secrets")
+
+
+def test_the_error_of_a_lost_task_is_logged_without_its_text(root: logging.Logger) -> None:
+    file = io.StringIO()
+    configure(JSON, "debug", file=file)
+
+    async def fail() -> None:
+        raise ValueError(TOKEN)
+
+    async def lose() -> None:
+        task = asyncio.create_task(fail())
+        await asyncio.wait([task])
+        del task
+        gc.collect()
+
+    asyncio.run(lose())
+    assert "never retrieved" in file.getvalue() and TOKEN not in file.getvalue()
 
 
 def test_a_flood_of_a_library_is_counted() -> None:

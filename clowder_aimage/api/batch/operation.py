@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from typing_extensions import TypedDict
 
-from clowder_aimage.api.batch.stored_file import LIFETIME, FileObject
+from clowder_aimage.api.batch.stored_file import LIFETIME, FileObject, Owner
 from clowder_aimage.api.request_body import (
     IGNORED,
     OpenBody,
@@ -175,6 +175,7 @@ class BatchObject(TypedDict):
     expires_at: int
     request_counts: RequestCounts
     metadata: dict[str, str] | None
+    owner: NotRequired[Owner]
 
 
 class BatchList(TypedDict):
@@ -198,7 +199,7 @@ UPLOAD = Operation(
     (Answer("The file.", FileObject),),
     limit=None,
     form=FileForm,
-    refusals=(409, 503, 507),
+    refusals=(413, 429, 503, 507),
 )
 LIST_FILES = Operation(
     "GET",
@@ -206,7 +207,7 @@ LIST_FILES = Operation(
     INFER,
     BATCH,
     "listFiles",
-    "List the files of this token, the latest first.",
+    "List the files of this token, the latest first; those of all for an administrator.",
     (Answer("The files.", FileList),),
     query=FilesQuery,
     refusals=(404, 503),
@@ -261,7 +262,7 @@ CREATE_BATCH = Operation(
     ),
     body=BatchBody,
     query=StrictQuery,
-    refusals=(404, 503, 507),
+    refusals=(404, 413, 429, 503, 507),
 )
 LIST_BATCHES = Operation(
     "GET",
@@ -269,7 +270,7 @@ LIST_BATCHES = Operation(
     INFER,
     BATCH,
     "listBatches",
-    "List the batches of this token, the latest first.",
+    "List the batches of this token, the latest first; those of all for an administrator.",
     (Answer("The batches.", BatchList),),
     query=BatchesQuery,
     refusals=(404, 503),

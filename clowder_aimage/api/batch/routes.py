@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import secrets
-from collections.abc import Callable
+from collections.abc import AsyncIterator
 from typing import Any
+from weakref import WeakValueDictionary
 
 from aiohttp import BodyPartReader, web
 from aiohttp.http import HttpProcessingError
 
 from clowder_aimage.api.batch import operation
+from clowder_aimage.api.batch.account import Account, compute_account
 from clowder_aimage.api.batch.operation import (
     ANCHOR,
     MIN_LIFETIME,
@@ -21,15 +21,14 @@ from clowder_aimage.api.batch.operation import (
     FilesQuery,
 )
 from clowder_aimage.api.batch.run import BatchRunner
-from clowder_aimage.api.batch.store import ChangedRecordError, Record
+from clowder_aimage.api.batch.store import ChangedRecordError, Record, make_id
 from clowder_aimage.api.batch.stored_file import (
     INPUT,
     LIFETIME,
-    MAX_FILES,
     FileWriter,
     delete_file,
     iter_chunk_names,
-    list_records,
+    iter_records,
     read_record,
 )
 from clowder_aimage.api.request_body import (
@@ -42,48 +41,74 @@ from clowder_aimage.api.request_body import (
     read_query,
 )
 from clowder_aimage.engine.batch_line import MAX_FILE, OVER
-from clowder_aimage.http.access import parse_token
 from clowder_aimage.http.api_error import ApiError
 from clowder_aimage.http.body_stream import build_size_error
-from clowder_aimage.http.route import INFER, Route, serve
+from clowder_aimage.http.caller import identify_caller, identify_owner
+from clowder_aimage.http.caller_ledger import Hold
+from clowder_aimage.http.route import ADMIN, INFER, Route, serve
 
 # Seconds for a file to arrive
 TIMEOUT = 600.0
 _MAX_FIELD, _MAX_PARTS, _CHUNK = 1024, 10, 1 << 16
 _MALFORMED = (HttpProcessingError, ValueError, LookupError, AssertionError, RuntimeWarning)
 _FIELDS = ("purpose", ANCHOR, SECONDS)
+# Entries of a page
+_MAX_PAGE = 1000
+# Batches of an owner: of more, the first ones that have ended are removed
+_MAX_BATCHES = 1000
 
 
 class BatchRoutes:
-    """The handlers. ``caller`` returns an opaque name of a client, for fairness among them.
+    """The handlers.
 
-    Files and batches are those of a token; without tokens they are those of all clients.
+    Files and batches are those of a token; without tokens they are those of all clients. An
+    administrator sees those of others, and may cancel and delete them.
     """
 
-    def __init__(self, runner: BatchRunner, caller: Callable[[web.Request], str]) -> None:
-        self._runner, self._store, self._caller = runner, runner.store, caller
+    def __init__(self, runner: BatchRunner) -> None:
+        self._runner, self._store = runner, runner.store
+        self._ledger, self._bounds = runner.ledger, runner.ledger.bounds
+        # One admission or list of an owner at a time: all of its records are read
+        self._locks = WeakValueDictionary[str, asyncio.Lock]()
 
     def build_routes(self) -> list[Route]:
         """Return the routes."""
         return [
             serve(operation.UPLOAD, self._upload),
             serve(operation.LIST_FILES, self._list_files),
-            serve(operation.SHOW_FILE, self._show_file),
+            serve(operation.SHOW_FILE, self._show_record),
             serve(operation.DELETE_FILE, self._delete),
             serve(operation.READ_FILE, self._send_content),
             serve(operation.CREATE_BATCH, self._create),
             serve(operation.LIST_BATCHES, self._list_batches),
-            serve(operation.SHOW_BATCH, self._show_batch),
+            serve(operation.SHOW_BATCH, self._show_record),
             serve(operation.CANCEL_BATCH, self._cancel),
         ]
+
+    def _lock(self, owner: str) -> asyncio.Lock:
+        return self._locks.setdefault(owner, asyncio.Lock())
+
+    async def _read_account(self, owner: str) -> Account:
+        records = await self._store.list_records(owner)
+        return compute_account(records, await self._store.read_clock())
 
     # -- files
 
     async def _upload(self, request: web.Request) -> web.StreamResponse:
-        owner = _identify_owner(request)
-        if len(await list_records(self._store, "file-", owner)) >= MAX_FILES:
-            message = f"there are {MAX_FILES} files; delete some"
-            raise ApiError(409, message, code="too_many_files")
+        owner = identify_owner(request)
+        await self._store.check_space()
+        async with self._lock(owner):
+            account = await self._read_account(owner)
+        with (
+            self._ledger.hold(self._bounds.files, owner, account.files) as files,
+            self._ledger.hold(self._bounds.stored_bytes, owner, account.bytes) as stored_bytes,
+        ):
+            files.add(1)
+            return await self._store_upload(request, owner, stored_bytes)
+
+    async def _store_upload(
+        self, request: web.Request, owner: str, stored_bytes: Hold
+    ) -> web.StreamResponse:
         if request.content_type != "multipart/form-data":
             message = "expected multipart/form-data with file and purpose"
             raise ApiError(415, message, code="unsupported_media_type")
@@ -92,7 +117,7 @@ class BatchRoutes:
         writer = FileWriter(self._store)
         try:
             async with asyncio.timeout(TIMEOUT):
-                name, fields = await _read_form(request, writer)
+                name, fields = await _read_form(request, writer, stored_bytes)
             keep = _parse_expiry(fields)
             if fields.get("purpose") != INPUT:
                 raise build_field_error("purpose", f"must be {INPUT}", "unsupported_value")
@@ -105,39 +130,60 @@ class BatchRoutes:
         return web.json_response(file)
 
     async def _list_files(self, request: web.Request) -> web.StreamResponse:
-        stored = await list_records(self._store, "file-", _identify_owner(request))
         query = read_query(request, FilesQuery)
-        files = [
-            record["object"]
-            for record in stored
-            if query.purpose in (None, record["object"]["purpose"])
-        ]
-        if query.order == "asc":
-            files.reverse()
-        return _paginate(files, query)
+        return await self._list(request, "file-", query)
 
-    async def _read_record(self, request: web.Request) -> tuple[Record, int]:
+    async def _list_batches(self, request: web.Request) -> web.StreamResponse:
+        return await self._list(request, "batch_", read_query(request, BatchesQuery))
+
+    async def _list(
+        self, request: web.Request, prefix: str, query: FilesQuery | BatchesQuery
+    ) -> web.StreamResponse:
+        owner, is_reversed = identify_owner(request), True
+        purposes: tuple[str, ...] = ()
+        if isinstance(query, FilesQuery):
+            is_reversed = query.order == "desc"
+            purposes = (query.purpose,) if query.purpose else ()
+        async with self._lock(owner):
+            records = iter_records(
+                self._store, prefix, None if _is_admin(request) else owner, is_reversed=is_reversed
+            )
+            entries, has_more = await _read_page(records, query.after, query.limit, purposes)
+        shown = [_show(record, owner) for record in entries]
+        ends = {"first_id": shown[0]["id"], "last_id": shown[-1]["id"]} if shown else {}
+        ends = ends or {"first_id": None, "last_id": None}
+        return web.json_response({"object": "list", "data": shown, **ends, "has_more": has_more})
+
+    async def _read_record(
+        self, request: web.Request, *, may_be_admin: bool = True
+    ) -> tuple[Record, int]:
         kind = "batch" if request.path.startswith("/v1/batches/") else "file"
         return await read_record(
-            self._store, request.match_info["id"], _identify_owner(request), kind
+            self._store,
+            request.match_info["id"],
+            identify_owner(request),
+            kind,
+            is_admin=may_be_admin and _is_admin(request),
         )
 
-    async def _show_file(self, request: web.Request) -> web.StreamResponse:
-        return web.json_response((await self._read_record(request))[0]["object"])
+    async def _show_record(self, request: web.Request) -> web.StreamResponse:
+        record, _ = await self._read_record(request)
+        return web.json_response(_show(record, identify_owner(request)))
 
     async def _delete(self, request: web.Request) -> web.StreamResponse:
         record, _ = await self._read_record(request)
-        for other_record in await list_records(self._store, "batch_", record["owner"]):
-            is_over = other_record["object"]["status"] in OVER
-            if other_record["object"]["input_file_id"] == record["object"]["id"] and not is_over:
-                message = f"the batch {other_record['object']['id']} needs the file"
+        for other_record in await self._store.list_records(record["owner"]):
+            entry = other_record["object"]
+            is_open = entry["object"] == "batch" and entry["status"] not in OVER
+            if is_open and entry["input_file_id"] == record["object"]["id"]:
+                message = f"the batch {entry['id']} needs the file"
                 raise ApiError(409, message, code="file_in_use")
         await delete_file(self._store, record)
         answer = {"id": record["object"]["id"], "object": "file", "deleted": True}
         return web.json_response(answer)
 
     async def _send_content(self, request: web.Request) -> web.StreamResponse:
-        record, _ = await self._read_record(request)
+        record, _ = await self._read_record(request, may_be_admin=False)
         answer = web.StreamResponse(headers={"Content-Type": "application/octet-stream"})
         answer.content_length = record["object"]["bytes"]
         chunk_names = [*iter_chunk_names(record["pieces"])]
@@ -155,18 +201,18 @@ class BatchRoutes:
     async def _create(self, request: web.Request) -> web.StreamResponse:
         fields = read_object(await request.read())
         body = check_ignored(check_fields(fields, BatchBody), strict=is_strict(request))
-        owner = _identify_owner(request)
+        owner = identify_owner(request)
         file, _ = await read_record(self._store, body.input_file_id, owner, param="input_file_id")
         if file["object"]["purpose"] != INPUT:
             raise build_field_error("input_file_id", f"must be a file with the purpose {INPUT}")
-        timestamp = int(await self._store.read_clock())
-        batch = _new_batch(body, timestamp)
+        await self._store.check_space()
+        batch = _new_batch(body, await self._store.read_clock())
         expiry = body.output_expires_after
         record = {
             "owner": owner,
             "object": batch,
             "scope": request.get("scope") or INFER,
-            "caller": self._caller(request),
+            "caller": identify_caller(request),
             "host": request.host,
             "keep": expiry.seconds if expiry else LIFETIME,
             "pieces": file["pieces"],
@@ -175,16 +221,24 @@ class BatchRoutes:
             "errors": [],
             "sizes": {"outputs": 0, "errors": 0},
         }
-        await self._store.write(batch["id"], record, 0)
+        async with self._lock(owner):
+            await self._admit(owner)
+            await self._store.write(batch["id"], record, 0)
         self._runner.has_news.set()
         return web.json_response(batch, headers=body.headers)
 
-    async def _list_batches(self, request: web.Request) -> web.StreamResponse:
-        stored = await list_records(self._store, "batch_", _identify_owner(request))
-        return _paginate([record["object"] for record in stored], read_query(request, BatchesQuery))
-
-    async def _show_batch(self, request: web.Request) -> web.StreamResponse:
-        return web.json_response((await self._read_record(request))[0]["object"])
+    async def _admit(self, owner: str) -> None:
+        """Make room for a batch of an owner. Raises ApiError (413, 429)."""
+        account = await self._read_account(owner)
+        self._bounds.batches.check(account.batches + 1)
+        self._bounds.stored_bytes.check(account.bytes)
+        ended = [
+            record["object"]["id"]
+            for record in await self._store.list_records(owner)
+            if record["object"]["object"] == "batch" and record["object"]["status"] in OVER
+        ]
+        for name in ended[: max(0, len(ended) - _MAX_BATCHES + 1)]:
+            await self._store.remove(owner, name)
 
     async def _cancel(self, request: web.Request) -> web.StreamResponse:
         while True:
@@ -202,20 +256,40 @@ class BatchRoutes:
                     await self._store.write(batch["id"], record, revision)
                 except ChangedRecordError:
                     continue
-            return web.json_response(batch)
+            return web.json_response(_show(record, identify_owner(request)))
 
 
-def _identify_owner(request: web.Request) -> str:
-    """Return an opaque name of the token of a request; "" if this server has no tokens."""
-    token = parse_token(request.headers.get("Authorization", ""))
-    return hashlib.sha256(token.encode()).hexdigest()[:16] if token and _has_tokens(request) else ""
+def _is_admin(request: web.Request) -> bool:
+    return bool(request.get("scope") == ADMIN)
 
 
-def _has_tokens(request: web.Request) -> bool:
-    return bool(request.app.get("has_tokens"))
+def _show(record: Record, owner: str) -> dict[str, Any]:
+    """Return the object of a record, with its owner if that is another one."""
+    entry: dict[str, Any] = record["object"]
+    return entry if record["owner"] == owner else {**entry, "owner": record["owner"]}
 
 
-async def _read_form(request: web.Request, writer: FileWriter) -> tuple[str, dict[str, str]]:
+async def _read_page(
+    records: AsyncIterator[Record], after: str | None, limit: int, purposes: tuple[str, ...]
+) -> tuple[list[Record], bool]:
+    """Return the records of a page, and True if there are more. Raises ApiError."""
+    page, is_begun = list[Record](), after is None
+    async for record in records:
+        entry = record["object"]
+        if not is_begun:
+            is_begun = entry["id"] == after
+        elif not purposes or entry["purpose"] in purposes:
+            if len(page) >= min(limit, _MAX_PAGE):
+                return page, True
+            page.append(record)
+    if not is_begun:
+        raise ApiError(404, "after must be the id of an entry", code="not_found", param="after")
+    return page, False
+
+
+async def _read_form(
+    request: web.Request, writer: FileWriter, stored_bytes: Hold
+) -> tuple[str, dict[str, str]]:
     """Store the file of a form; return its name and the other fields. Raises ApiError."""
     name, fields = "", dict[str, str]()
     try:
@@ -230,7 +304,7 @@ async def _read_form(request: web.Request, writer: FileWriter) -> tuple[str, dic
                 if name:
                     raise build_field_error("file", "is given twice")
                 name = check_text((field.filename or "file.jsonl")[:200], "file")
-                await _store_file(field, writer)
+                await _store_file(field, writer, stored_bytes)
                 continue
             if field.name not in _FIELDS:
                 raise build_field_error(field.name[:60], "is not supported", "unknown_parameter")
@@ -243,10 +317,11 @@ async def _read_form(request: web.Request, writer: FileWriter) -> tuple[str, dic
     return name, fields
 
 
-async def _store_file(file: BodyPartReader, writer: FileWriter) -> None:
+async def _store_file(file: BodyPartReader, writer: FileWriter, stored_bytes: Hold) -> None:
     while chunk := await file.read_chunk(_CHUNK):
         if writer.size + len(chunk) > MAX_FILE:
             raise ApiError(413, "the file is too large", code="too_large", param="file")
+        stored_bytes.add(len(chunk))
         await writer.write(bytes(chunk))
 
 
@@ -260,24 +335,10 @@ def _parse_expiry(fields: dict[str, str]) -> int:
     return int(seconds)
 
 
-def _paginate(entries: list[dict[str, Any]], query: FilesQuery | BatchesQuery) -> web.Response:
-    """Return the page of a list that a query selects. Raises ApiError."""
-    if query.after is not None:
-        places = [index for index, entry in enumerate(entries) if entry["id"] == query.after]
-        if not places:
-            raise ApiError(404, "after must be the id of an entry", code="not_found", param="after")
-        entries = entries[places[0] + 1 :]
-    shown = entries[: query.limit]
-    ends = {"first_id": shown[0]["id"], "last_id": shown[-1]["id"]} if shown else {}
-    ends = ends or {"first_id": None, "last_id": None}
-    body = {"object": "list", "data": shown, **ends, "has_more": len(entries) > len(shown)}
-    return web.json_response(body)
-
-
-def _new_batch(body: BatchBody, timestamp: int) -> dict[str, Any]:
+def _new_batch(body: BatchBody, timestamp: float) -> dict[str, Any]:
     times = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling")
     return {
-        "id": f"batch_{secrets.token_hex(12)}",
+        "id": make_id("batch_", timestamp),
         "object": "batch",
         "endpoint": body.endpoint,
         "errors": None,
@@ -286,9 +347,9 @@ def _new_batch(body: BatchBody, timestamp: int) -> dict[str, Any]:
         "status": "validating",
         "output_file_id": None,
         "error_file_id": None,
-        "created_at": timestamp,
+        "created_at": int(timestamp),
         **{f"{name}_at": None for name in (*times, "cancelled")},
-        "expires_at": timestamp + 86400,
+        "expires_at": int(timestamp) + 86400,
         "request_counts": {"total": 0, "completed": 0, "failed": 0},
         "metadata": body.metadata,
     }

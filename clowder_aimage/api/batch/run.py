@@ -13,14 +13,15 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import tenacity
 from aiohttp import web
 
-from clowder_aimage.api.batch.store import BatchStore, ChangedRecordError, Record
+from clowder_aimage.api.batch.account import compute_account
+from clowder_aimage.api.batch.store import BatchStore, ChangedRecordError, Record, make_id
 from clowder_aimage.api.batch.stored_file import (
     OUTPUT,
     add_chunk,
@@ -37,6 +38,8 @@ from clowder_aimage.errors import (
     StoreError,
 )
 from clowder_aimage.http.api_error import ApiError
+from clowder_aimage.http.caller import find_owner_scope
+from clowder_aimage.http.caller_ledger import CallerLedger
 from clowder_aimage.http.local_call import LocalCalls, get_body
 from clowder_aimage.http.local_request import LocalRequest
 from clowder_aimage.http.log import list_frames
@@ -51,6 +54,8 @@ FLUSH_INTERVAL = 2.0
 STALE = 15.0
 # Seconds between two removals of expired files
 SWEEP = 600.0
+# Batches of an owner that run at the same time
+_AT_ONCE = 4
 # Seconds before a request is repeated because the server was busy
 PAUSE = 1.0
 _BUSY = (429, 503)
@@ -62,6 +67,10 @@ class _StoppedBatchError(Exception):
     """The batch belongs to another server now."""
 
 
+class _RevokedTokenError(AImageError):
+    """The token of a batch is not valid any more."""
+
+
 class _LostRequestError(Exception):
     """A request has no response, because of the exception that is the cause."""
 
@@ -69,7 +78,8 @@ class _LostRequestError(Exception):
 class BatchRunner:
     """Runs the batches in ``store`` by ``calls``; ``parallel`` returns their number at once.
 
-    Set ``has_news`` to begin new batches at once.
+    ``tokens`` are those that are valid, ``ledger`` has the bounds of their batches. Set
+    ``has_news`` to begin new batches at once.
     """
 
     def __init__(
@@ -78,14 +88,19 @@ class BatchRunner:
         calls: LocalCalls,
         parallel: Callable[[], int],
         clock: Callable[[], float] = time.monotonic,
+        *,
+        tokens: Mapping[str, str] | None = None,
+        ledger: CallerLedger | None = None,
     ) -> None:
         self.store, self.calls, self.parallel = store, calls, parallel
+        self.tokens, self.ledger = {} if tokens is None else tokens, ledger or CallerLedger()
         self.id = secrets.token_hex(8)
         self.has_news = asyncio.Event()
         self._clock = clock
         # Revisions of the batches of other servers, and the time of the last change
         self._foreign: dict[str, tuple[int, float]] = {}
         self._ended: set[str] = set()
+        self._runs: dict[str, BatchRun] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
@@ -111,16 +126,25 @@ class BatchRunner:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _begin_free(self) -> None:
-        for name in await self.store.list_ids():
-            if not name.startswith("batch_") or name in self._ended or name in self._tasks:
+        keys = [key for key in await self.store.list_keys() if key[1].startswith("batch_")]
+        self._ended &= {name for _, name in keys}
+        for owner, name in keys:
+            if name in self._ended or name in self._tasks or self._count(owner) >= _AT_ONCE:
                 continue
-            if (stored := await self.store.read(name)) is None:
+            if (stored := await self.store.read(owner, name)) is None:
                 continue
             record, revision = stored
             if record["object"]["status"] in OVER:
                 self._ended.add(name)
             elif self._is_free(name, record, revision):
                 self._begin(name, record, revision)
+
+    def _count(self, owner: str) -> int:
+        return sum(run.record["owner"] == owner for run in self._runs.values())
+
+    def share(self) -> int:
+        """Return the number of requests of a batch at once, so that all batches have their turn."""
+        return max(1, self.parallel() // max(1, len(self._runs)))
 
     def _is_free(self, name: str, record: Record, revision: int) -> bool:
         if record["runner"] is None:
@@ -133,10 +157,11 @@ class BatchRunner:
 
     def _begin(self, name: str, record: Record, revision: int) -> None:
         run = BatchRun(self, record, revision)
+        self._runs[name] = run
         task = self._tasks[name] = asyncio.create_task(run.serve())
 
         def forget(_: object) -> None:
-            del self._tasks[name]
+            del self._tasks[name], self._runs[name]
             self.has_news.set()
 
         task.add_done_callback(forget)
@@ -150,6 +175,8 @@ class BatchRun:
     record: Record
     revision: int
     done: set[str] = field(default_factory=set)
+    # Bytes of its owner in the store
+    stored: int = 0
     mark: str = field(default_factory=lambda: secrets.token_hex(16))
     unsaved: dict[str, bytearray] = field(
         default_factory=lambda: {"outputs": bytearray(), "errors": bytearray()}
@@ -184,9 +211,10 @@ class BatchRun:
             raise
 
     async def _run(self) -> None:
-        reason = await self._find_reason()
-        if not reason and self.batch["status"] == "validating" and not await self._validate():
-            return
+        if not (reason := await self._find_reason()):
+            await self.runner.store.check_space()
+            if self.batch["status"] == "validating" and not await self._validate():
+                return
         await self._restore_progress()
         await self._finish(await self._answer_all(reason))
 
@@ -225,7 +253,7 @@ class BatchRun:
 
     async def _merge(self) -> None:
         """Merge the changes of other servers. Raises _StoppedBatchError."""
-        stored = await self.runner.store.read(self.batch["id"])
+        stored = await self.runner.store.read(self.record["owner"], self.batch["id"])
         if stored is None or stored[0]["runner"] not in (None, self.runner.id):
             raise _StoppedBatchError from None
         record, self.revision = stored
@@ -301,10 +329,11 @@ class BatchRun:
 
     async def _send_all(self) -> str:
         tasks, reason = set[asyncio.Task[None]](), ""
+        await self._count_bytes()
         flush = asyncio.create_task(self._flush_periodically())
         try:
             async for request in self._read_unanswered():
-                reason = await _wait_until_fewer(tasks, flush, max(1, self.runner.parallel()))
+                reason = await _wait_until_fewer(tasks, flush, self.runner.share())
                 if reason:
                     break
                 tasks.add(asyncio.create_task(self._answer(request)))
@@ -328,14 +357,37 @@ class BatchRun:
             await self._flush()
             if reason := await self._find_reason():
                 return reason
+            # What was answered is stored now, in the reserve
+            await self.runner.store.check_space()
+            await self._count_bytes()
+
+    async def _count_bytes(self) -> None:
+        """Count the bytes that the owner of the batch has stored."""
+        records = await self.runner.store.list_records(self.record["owner"])
+        self.stored = compute_account(records, 0).bytes
+
+    def _check_bytes(self) -> None:
+        """Raise ApiError (413) if the owner has too many bytes with the answers until now."""
+        unsaved = sum(map(len, self.unsaved.values()))
+        self.runner.ledger.bounds.stored_bytes.check(self.stored + unsaved)
+
+    def _find_scope(self) -> str:
+        """Return the scope of the token of the batch. Raises _RevokedTokenError."""
+        scope = find_owner_scope(self.runner.tokens, self.record["owner"], self.record["scope"])
+        if scope is None:
+            raise _RevokedTokenError("the token of this batch is not valid any more")
+        return scope
 
     async def _answer(self, request: BatchRequest) -> None:
+        self._check_bytes()
         retryer = tenacity.AsyncRetrying(
             retry=tenacity.retry_if_result(lambda sent: sent[1].status in _BUSY),
             wait=tenacity.wait_fixed(PAUSE),
         )
         try:
             sent: tuple[str, web.StreamResponse] = await retryer(self._send, request)
+        except _RevokedTokenError:
+            raise
         except Exception as error:
             raise _LostRequestError from error
         name, response = sent
@@ -348,7 +400,8 @@ class BatchRun:
 
     async def _send(self, request: BatchRequest) -> tuple[str, web.StreamResponse]:
         """Return the id of a request and the response."""
-        name = f"{self.batch['id']} {request.custom_id}"
+        # A token may be revoked while its batch runs
+        scope, name = self._find_scope(), f"{self.batch['id']} {request.custom_id}"
         headers = {
             "Aimage-Priority": "batch",
             "Host": self.record["host"],
@@ -357,7 +410,7 @@ class BatchRun:
         local_request = LocalRequest(
             "POST",
             request.url,
-            scope=self.record["scope"],
+            scope=scope,
             caller=self.record["caller"],
             headers=headers,
             fields=request.body,
@@ -398,6 +451,10 @@ class BatchRun:
         if not reason:
             timestamp = int(await self.runner.store.read_clock())
             self.batch.update({"status": "finalizing", "finalizing_at": timestamp})
+        if "files" not in self.record:
+            # Stored before the files: a server that continues makes no second ones
+            now = await self.runner.store.read_clock()
+            self.record["files"] = {kind: make_id("file-", now) for kind in self.unsaved}
         await self._flush()
         for kind, member in ("outputs", "output_file_id"), ("errors", "error_file_id"):
             if self.record["sizes"][kind]:
@@ -409,6 +466,7 @@ class BatchRun:
                     owner=self.record["owner"],
                     purpose=OUTPUT,
                     keep=self.record["keep"],
+                    id=self.record["files"][kind],
                 )
                 self.batch[member] = file["id"]
         await self._end(reason or "completed")

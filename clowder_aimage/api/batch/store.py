@@ -8,25 +8,56 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import secrets
 import time
 from pathlib import Path
 from typing import Any, Protocol
 
 from clowder_aimage.content.atomic_file import write_file
+from clowder_aimage.content.file_system import measure_space
 from clowder_aimage.content.open_directory import OpenDirectory
 from clowder_aimage.engine.executor import run_io, run_locking
 from clowder_aimage.errors import AImageError, NotFoundError
+from clowder_aimage.http.api_error import ApiError
 from clowder_aimage.layout.lock import PRIVATE, hold_lock, make_directory, translate_store_errors
 from clowder_aimage.oci import read_json
 
 DIRECTORY = "batches"
 _LOCK = "batches.lock"
 _ID = re.compile(r"(file-|batch_)[0-9a-f]{24}")
+# The folder of records without an owner
+NOBODY = "anyone"
+# Bytes of the disk that are kept free
+RESERVE = 1 << 30
+# Seconds until there may be more space
+FULL_RETRY = 60
+# Records that are remembered, of some 2 kB each
+_MAX_RECORDS = 20_000
 Record = dict[str, Any]
+# An owner and an id
+RecordKey = tuple[str, str]
 
 
 class ChangedRecordError(AImageError):
     """Another server has replaced a record in the meantime."""
+
+
+def make_id(prefix: str, timestamp: float) -> str:
+    """Return a new id for a record that is created at a time; ids are in the order of time."""
+    return f"{prefix}{int(timestamp * 1000):012x}{secrets.token_hex(6)}"
+
+
+def build_space_error(place: str) -> ApiError:
+    """Return the response while a store has only its reserve."""
+    message = f"{place} is almost full; try again later"
+    headers = {"Retry-After": str(FULL_RETRY)}
+    return ApiError(507, message, code="insufficient_storage", headers=headers)
+
+
+def is_almost_full(directory: Path, reserve: int) -> bool:
+    """Return True if a disk has less space than its reserve, at most a twentieth of it."""
+    space = measure_space(directory)
+    return space is not None and space.free < min(reserve, space.total // 20)
 
 
 def is_id(text: str) -> bool:
@@ -35,12 +66,18 @@ def is_id(text: str) -> bool:
 
 
 class BatchStore(Protocol):
-    """Stores records by id, and chunks by name. Methods raise AImageError if it cannot be used."""
+    """Stores records by owner and id, and chunks by name.
+
+    Ids are in the order of creation. Methods raise AImageError if the store cannot be used.
+    """
 
     async def read_clock(self) -> float:
         """Return the seconds since the epoch, by the clock of all servers that share the store."""
 
-    async def read(self, id: str) -> tuple[Record, int] | None:  # noqa: A002
+    async def check_space(self) -> None:
+        """Raise ApiError while the store has less space than it keeps in reserve."""
+
+    async def read(self, owner: str, id: str) -> tuple[Record, int] | None:  # noqa: A002
         """Return a record and its revision, or None."""
 
     async def write(self, id: str, value: Record, revision: int) -> int:  # noqa: A002
@@ -49,11 +86,14 @@ class BatchStore(Protocol):
         Raises ChangedRecordError.
         """
 
-    async def remove(self, id: str) -> None:  # noqa: A002
+    async def remove(self, owner: str, id: str) -> None:  # noqa: A002
         """Remove a record."""
 
-    async def list_ids(self) -> list[str]:
-        """Return the ids of all records."""
+    async def list_records(self, owner: str) -> list[Record]:
+        """Return the records of an owner by id. They are not to be changed."""
+
+    async def list_keys(self) -> list[RecordKey]:
+        """Return the keys of all records by id."""
 
     async def put(self, name: str, data: bytes) -> None:
         """Store a chunk."""
@@ -66,23 +106,37 @@ class BatchStore(Protocol):
 
 
 class DirectoryBatchStore:
-    """Records and chunks in the private directory of a worker's store."""
+    """Records and chunks in the private directory of a worker's store.
 
-    def __init__(self, root: Path) -> None:
-        self._root, self._directory = root, root / PRIVATE / DIRECTORY
+    Each owner has a directory of records. ``reserve`` are the bytes of the disk that are kept free,
+    a twentieth of it if that is less.
+    """
+
+    def __init__(self, root: Path, reserve: int = RESERVE) -> None:
+        self._root, self._directory, self._reserve = root, root / PRIVATE / DIRECTORY, reserve
+        # The records of lists, with the files that they were read from
+        self._records: dict[RecordKey, tuple[tuple[int, int], Record]] = {}
 
     async def read_clock(self) -> float:
         """Return the seconds since the epoch."""
         return time.time()
 
-    async def read(self, id: str) -> tuple[Record, int] | None:  # noqa: A002
-        """Return a record and its revision, or None."""
-        return await run_io(self._read, id)
+    async def check_space(self) -> None:
+        """Raise ApiError while the disk has less space than its reserve."""
+        if await run_io(is_almost_full, self._directory, self._reserve):
+            raise build_space_error("the disk of the store")
 
-    def _read(self, name: str) -> tuple[Record, int] | None:
+    def _locate(self, owner: str, name: str) -> Path:
+        return self._directory / (owner or NOBODY) / f"{name}.json"
+
+    async def read(self, owner: str, id: str) -> tuple[Record, int] | None:  # noqa: A002
+        """Return a record and its revision, or None."""
+        return await run_io(self._read, self._locate(owner, id))
+
+    def _read(self, path: Path) -> tuple[Record, int] | None:
         with translate_store_errors(self._root):
             try:
-                raw = (self._directory / f"{name}.json").read_bytes()
+                raw = path.read_bytes()
             except FileNotFoundError:
                 return None
         value = read_json(raw, "a record of a batch", 1 << 30)
@@ -93,35 +147,64 @@ class DirectoryBatchStore:
         return await run_locking(self._write, id, value, revision)
 
     def _write(self, name: str, value: Record, revision: int) -> int:
+        path = self._locate(value["owner"], name)
         with hold_lock(self._root, _LOCK), translate_store_errors(self._root):
-            stored = self._read(name)
+            stored = self._read(path)
             if (stored[1] if stored else 0) != revision:
                 raise ChangedRecordError(f"{name} was changed by another server")
-            make_directory(self._root, PRIVATE, DIRECTORY)
+            make_directory(self._root, PRIVATE, DIRECTORY, path.parent.name)
             raw = json.dumps({"revision": revision + 1, "value": value}).encode()
-            write_file(self._directory / f"{name}.json", raw, mode=0o600)
+            write_file(path, raw, mode=0o600)
         return revision + 1
 
-    async def remove(self, id: str) -> None:  # noqa: A002
+    async def remove(self, owner: str, id: str) -> None:  # noqa: A002
         """Remove a record."""
-        await run_locking(self._remove, f"{id}.json")
+        await run_locking(self._remove, self._locate(owner, id))
 
-    def _remove(self, name: str) -> None:
+    def _remove(self, path: Path) -> None:
         with (
             translate_store_errors(self._root),
             contextlib.suppress(FileNotFoundError),
-            OpenDirectory(self._directory) as directory,
+            OpenDirectory(path.parent) as directory,
         ):
-            directory.remove(name)
+            directory.remove(path.name)
 
-    async def list_ids(self) -> list[str]:
-        """Return the ids of all records."""
-        return await run_io(self._list_ids)
+    async def list_records(self, owner: str) -> list[Record]:
+        """Return the records of an owner by id; those that have not changed are not read again."""
+        return await run_io(self._list_records, owner)
 
-    def _list_ids(self) -> list[str]:
+    def _list_records(self, owner: str) -> list[Record]:
+        keys = self._list_keys(owner or NOBODY)
+        return [record for key in keys if (record := self._read_again(key)) is not None]
+
+    def _read_again(self, key: RecordKey) -> Record | None:
+        path = self._locate(*key)
+        try:
+            status = path.stat()
+        except FileNotFoundError:
+            return None
+        version = status.st_ino, status.st_mtime_ns
+        previous = self._records.get(key)
+        if previous is not None and previous[0] == version:
+            return previous[1]
+        if len(self._records) >= _MAX_RECORDS:
+            self._records.clear()
+        if (stored := self._read(path)) is None:
+            return None
+        self._records[key] = version, stored[0]
+        return stored[0]
+
+    async def list_keys(self) -> list[RecordKey]:
+        """Return the keys of all records by id."""
+        return await run_io(self._list_keys)
+
+    def _list_keys(self, folder: str = "*") -> list[RecordKey]:
         with translate_store_errors(self._root):
-            names = (path.stem for path in self._directory.glob("*.json"))
-            return sorted(filter(is_id, names))
+            keys = [
+                ("" if path.parent.name == NOBODY else path.parent.name, path.stem)
+                for path in self._directory.glob(f"{folder}/*.json")
+            ]
+        return sorted((key for key in keys if is_id(key[1])), key=lambda key: key[1])
 
     async def put(self, name: str, data: bytes) -> None:
         """Store a chunk."""
@@ -145,4 +228,4 @@ class DirectoryBatchStore:
 
     async def drop(self, name: str) -> None:
         """Remove a chunk."""
-        await run_io(self._remove, f"{name}.piece")
+        await run_io(self._remove, self._directory / f"{name}.piece")

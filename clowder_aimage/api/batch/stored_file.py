@@ -6,17 +6,22 @@ import contextlib
 import secrets
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, NotRequired
 
+from pydantic import Field
 from typing_extensions import TypedDict
 
-from clowder_aimage.api.batch.store import BatchStore, Record, is_id
+from clowder_aimage.api.batch.store import (
+    BatchStore,
+    ChangedRecordError,
+    Record,
+    is_id,
+    make_id,
+)
 from clowder_aimage.http.api_error import ApiError
 
 # Bytes of a chunk, unless one line is larger
 CHUNK_SIZE = 4 << 20
-# Files of one owner
-MAX_FILES = 1000
 # Seconds that files are kept
 LIFETIME = 30 * 86400
 INPUT: Final = "batch"
@@ -25,6 +30,12 @@ OUTPUT: Final = "batch_output"
 Purpose = Literal["batch", "batch_output"]
 # Pairs of a mark and a number of chunks, which keep a record short
 Chunks = list[Any]
+
+
+Owner = Annotated[
+    str,
+    Field(description="Only in a response to an administrator: the opaque name of another owner."),
+]
 
 
 class FileObject(TypedDict):
@@ -39,6 +50,7 @@ class FileObject(TypedDict):
     purpose: Purpose
     status: Literal["processed"]
     status_details: None
+    owner: NotRequired[Owner]
 
 
 def iter_chunk_names(chunks: Chunks) -> Iterator[str]:
@@ -98,21 +110,26 @@ async def add_file(
     owner: str,
     purpose: Purpose,
     keep: int = LIFETIME,
+    id: str = "",  # noqa: A002
 ) -> FileObject:
-    """Make the record of a file with stored chunks; return the file object."""
-    timestamp = int(await store.read_clock())
+    """Make the record of a file with stored chunks; return the file object.
+
+    A record with its ``id`` is that of an earlier attempt.
+    """
+    timestamp = await store.read_clock()
     file: FileObject = {
-        "id": f"file-{secrets.token_hex(12)}",
+        "id": id or make_id("file-", timestamp),
         "object": "file",
         "bytes": size,
-        "created_at": timestamp,
-        "expires_at": timestamp + keep,
+        "created_at": int(timestamp),
+        "expires_at": int(timestamp) + keep,
         "filename": name,
         "purpose": purpose,
         "status": "processed",
         "status_details": None,
     }
-    await store.write(file["id"], {"owner": owner, "object": file, "pieces": chunks}, 0)
+    with contextlib.suppress(ChangedRecordError):
+        await store.write(file["id"], {"owner": owner, "object": file, "pieces": chunks}, 0)
     return file
 
 
@@ -122,30 +139,41 @@ async def read_record(
     owner: str,
     kind: str = "file",
     param: str = "id",
+    *,
+    is_admin: bool = False,
 ) -> tuple[Record, int]:
     """Return the record of a "file" or a "batch" of an owner, and its revision.
 
-    Raises ApiError (404).
+    An administrator reads those of all owners. Raises ApiError (404).
     """
-    stored = await store.read(id) if is_id(id) else None
-    if stored is None or stored[0]["owner"] != owner or stored[0]["object"]["object"] != kind:
+    stored = await store.read(owner, id) if is_id(id) else None
+    if stored is None and is_admin:
+        keys = [key for key in await store.list_keys() if key[1] == id]
+        stored = await store.read(*keys[0]) if keys else None
+    if stored is None or stored[0]["object"]["object"] != kind:
         message = f"no such {kind}: {id[:60]!a}"
         raise ApiError(404, message, code=f"{kind}_not_found", param=param)
     return stored
 
 
-async def list_records(store: BatchStore, prefix: str, owner: str | None = None) -> list[Record]:
-    """Return the records of an owner, or of all, the latest first."""
-    stored = [await store.read(name) for name in await store.list_ids() if name.startswith(prefix)]
-    matches = [entry[0] for entry in stored if entry and owner in (None, entry[0]["owner"])]
-    return sorted(
-        matches, key=lambda entry: (-entry["object"]["created_at"], entry["object"]["id"])
-    )
+async def iter_records(
+    store: BatchStore, prefix: str, owner: str | None, *, is_reversed: bool = True
+) -> AsyncIterator[Record]:
+    """Yield the records of an owner, or of all, whose ids have a prefix; the latest first."""
+    step = -1 if is_reversed else 1
+    if owner is not None:
+        for record in (await store.list_records(owner))[::step]:
+            if record["object"]["id"].startswith(prefix):
+                yield record
+        return
+    for key in (await store.list_keys())[::step]:
+        if key[1].startswith(prefix) and (stored := await store.read(*key)) is not None:
+            yield stored[0]
 
 
 async def delete_file(store: BatchStore, record: Record) -> None:
     """Remove a file and its chunks."""
-    await store.remove(record["object"]["id"])
+    await store.remove(record["owner"], record["object"]["id"])
     for name in iter_chunk_names(record["pieces"]):
         await store.drop(name)
 
@@ -165,10 +193,10 @@ async def iter_lines(store: BatchStore, chunks: Chunks) -> AsyncIterator[bytes]:
 async def remove_expired(store: BatchStore) -> None:
     """Remove files whose time is over, and batches that ended as long ago."""
     timestamp = await store.read_clock()
-    for record in await list_records(store, ""):
+    async for record in iter_records(store, "", None):
         entry = record["object"]
         with contextlib.suppress(KeyError):
             if entry["object"] == "file" and entry["expires_at"] <= timestamp:
                 await delete_file(store, record)
             elif entry["object"] == "batch" and entry["created_at"] + 2 * LIFETIME <= timestamp:
-                await store.remove(entry["id"])
+                await store.remove(record["owner"], entry["id"])

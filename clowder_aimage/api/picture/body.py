@@ -118,6 +118,7 @@ class PictureBody:
         self._size += count
         if self._size > MAX_BODY:
             raise build_size_error()
+        self.request["body"].add(count)
 
     async def _read_form(self, request: web.Request) -> dict[str, Any]:
         fields: dict[str, Any] = {}

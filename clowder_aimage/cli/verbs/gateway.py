@@ -28,7 +28,12 @@ from clowder_aimage.cli.console.option import (
 )
 from clowder_aimage.cli.console.output import print_result
 from clowder_aimage.cli.console.remedy import format_advice
-from clowder_aimage.cli.verbs.serve import allow_origin_option, listening_options, spell
+from clowder_aimage.cli.verbs.serve import (
+    allow_origin_option,
+    caller_options,
+    listening_options,
+    spell,
+)
 from clowder_aimage.config.user_directory import find_config_file
 from clowder_aimage.oci import Digest, Reference
 
@@ -41,6 +46,7 @@ from clowder_aimage.oci import Digest, Reference
 @nats_option
 @listening_options("gateway", "127.0.0.1:11434")
 @allow_origin_option
+@caller_options("512MiB")
 @click.option(
     "--queue",
     type=click.IntRange(0),
@@ -68,9 +74,10 @@ def gateway(**options: Any) -> None:
         from clowder_aimage.fleet.gateway.settings import GatewaySettings
         from clowder_aimage.fleet.link import GATEWAY, FleetLink
         from clowder_aimage.http import log, server
-        from clowder_aimage.http.access import read_tokens
+        from clowder_aimage.http.caller_ledger import CallerBounds
         from clowder_aimage.http.listening_socket import listen, listen_tcp_only
         from clowder_aimage.http.metrics_role import MetricsRole
+        from clowder_aimage.http.token_file import TokenFile
 
     access_options = {name: options.pop(name) for name in tuple(options) if name in ACCESS}
     config, _ = gather(GatewaySettings, options, find_config_file(), spell)
@@ -78,9 +85,8 @@ def gateway(**options: Any) -> None:
     chosen = get_settings()
     start_traces()
     log.configure(config.log_format, "warning" if chosen.quiet else config.log_level)
-    connection, tokens = chosen.build_server_options(), {}
-    if config.token_file:
-        tokens = read_tokens(config.token_file)
+    connection = chosen.build_server_options()
+    tokens = TokenFile(config.token_file) if config.token_file else {}
     opened = listen(
         config.address,
         config.socket,
@@ -112,6 +118,8 @@ def gateway(**options: Any) -> None:
             metrics,
             resolve=resolve,
             advice=format_advice,
+            tokens=tokens,
+            bounds=CallerBounds.of(config),
             deadline=config.deadline,
             most=config.queue,
         )

@@ -154,6 +154,27 @@ def listening_options(server: str, address: str) -> Callable[[_F], _F]:
     )
 
 
+def caller_options(stored: str) -> Callable[[_F], _F]:
+    """Return a decorator that adds the bounds of each token; ``stored`` is a default."""
+    return options(
+        click.option(
+            "--caller-bytes",
+            metavar="SIZE",
+            help=f"Maximum size of the files of a token. [default: {stored}]",
+        ),
+        click.option(
+            "--caller-batches",
+            type=click.IntRange(1),
+            help="Maximum number of open batches of a token. [default: 100]",
+        ),
+        click.option(
+            "--caller-body-bytes",
+            metavar="SIZE",
+            help="Maximum size of the requests of a token in progress. [default: 256MiB]",
+        ),
+    )
+
+
 def spell(field: str) -> str:
     """Return the option for a field of a server's settings."""
     names = {"aliases": "alias", "allow_hosts": "allow-host", "allow_origins": "allow-origin"}
@@ -179,6 +200,13 @@ allow_origin_option = click.option(
 @verb
 @listening_options("worker", "127.0.0.1:11434")
 @allow_origin_option
+@caller_options("10GiB")
+@click.option(
+    "--reserve",
+    metavar="SIZE",
+    help="Space of the disk that files and batches leave free, at most a twentieth of it. "
+    "[default: 1GiB]",
+)
 @click.option(
     "--allow-input",
     "allow_inputs",
@@ -408,9 +436,9 @@ def run_server(
     from clowder_aimage.api.worker_role import WorkerRole
     from clowder_aimage.engine.settings import Settings as WorkerSettings
     from clowder_aimage.http import log, server
-    from clowder_aimage.http.access import read_tokens
     from clowder_aimage.http.listening_socket import listen, listen_tcp_only
     from clowder_aimage.http.metrics_role import MetricsRole
+    from clowder_aimage.http.token_file import TokenFile
     from clowder_aimage.node.daemon import Daemon
 
     chosen = get_settings()
@@ -418,7 +446,7 @@ def run_server(
     check_stores(chosen.stores)
     log.configure(config.log_format, "warning" if chosen.quiet else config.log_level)
     connection = chosen.build_server_options()
-    tokens = read_tokens(config.token_file) if config.token_file else {}
+    tokens = TokenFile(config.token_file) if config.token_file else {}
     opened = listen(
         config.address,
         config.socket,
@@ -437,7 +465,9 @@ def run_server(
         listeners = stack.enter_context(contextlib.closing(opened))
         service = make_service(config, chosen.layout, connection)
         is_worker = isinstance(config, WorkerSettings)
-        worker_role = WorkerRole(service, makes_pictures=is_worker, advice=format_advice)
+        worker_role = WorkerRole(
+            service, makes_pictures=is_worker, advice=format_advice, tokens=tokens
+        )
         roles: list[Role] = [worker_role]
         if fleet is not None:
             roles.insert(0, _join_fleet(service, worker_role.calls, fleet, listeners.urls))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, NotRequired
 
 from pydantic import Field, TypeAdapter, with_config
 from typing_extensions import TypedDict
@@ -45,17 +45,18 @@ class _BatchRecord(TypedDict):
     outputs: _Chunks
     errors: _Chunks
     sizes: _Sizes
+    files: NotRequired[dict[str, Id]]
 
 
 _FILE: TypeAdapter[Any] = TypeAdapter(_FileRecord)
 _BATCH: TypeAdapter[Any] = TypeAdapter(_BatchRecord)
 
 
-def read_record(raw: bytes, id: str) -> Record:  # noqa: A002
-    """Return the record with an id, also with fields of a later version. Raises FormatError."""
+def read_record(raw: bytes, owner: str, id: str) -> Record:  # noqa: A002
+    """Return the record of an owner with an id, also of a later version. Raises FormatError."""
     label = "a record of a batch"
     read_fields(_BATCH if id.startswith("batch_") else _FILE, raw, label)
     record: Record = read_json(raw, label)
-    if record["object"]["id"] != id:
+    if (record["owner"], record["object"]["id"]) != (owner, id):
         raise FormatError(f"{label} has the id of another one")
     return record

@@ -6,18 +6,24 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 
 from nats.js.errors import (
     APIError,
     KeyNotFoundError,
     KeyWrongLastSequenceError,
-    NoKeysError,
 )
 from nats.js.errors import Error as JetStreamError
 from nats.js.kv import KeyValue
 
-from clowder_aimage.api.batch.store import ChangedRecordError, Record, is_id
+from clowder_aimage.api.batch.store import (
+    NOBODY,
+    ChangedRecordError,
+    Record,
+    RecordKey,
+    build_space_error,
+    is_id,
+)
 from clowder_aimage.errors import FormatError, NotFoundError
 from clowder_aimage.fleet.frame import CHUNK
 from clowder_aimage.fleet.gateway.batch_record import read_record
@@ -40,13 +46,22 @@ _MAX_LOGGED = 1000
 _log = logging.getLogger("aimage.fleet")
 
 
+def _format_key(owner: str, name: str) -> str:
+    return f"{owner or NOBODY}.{name}"
+
+
+def _parse_key(key: str) -> RecordKey:
+    owner, _, name = key.partition(".")
+    return "" if owner == NOBODY else owner, name
+
+
 class FleetBatchStore:
     """A store that all gateways of a fleet share (``api.batch.batch_store.BatchStore``)."""
 
     def __init__(self, link: FleetLink) -> None:
         self._link, self._names = link, link.names
         # Ids of records that were logged.
-        self._rejected: set[str] = set()
+        self._rejected: set[RecordKey] = set()
         # The server's time, and ours without epoch.
         self._clock: tuple[float, float] | None = None
 
@@ -67,45 +82,76 @@ class FleetBatchStore:
     async def _open_bucket(self) -> KeyValue:
         return await self._link.streams.key_value(self._names.batches)
 
-    async def read(self, id: str) -> tuple[Record, int] | None:  # noqa: A002
+    async def check_space(self) -> None:
+        """Raise ApiError while the stream of files has less space than its reserve."""
+        if self._link.is_almost_full(self._names.files):
+            raise build_space_error("the fleet's store of files")
+
+    async def read(self, owner: str, id: str) -> tuple[Record, int] | None:  # noqa: A002
         """Return a record and its revision, or None; one that is not valid is left out."""
         with self._converting_errors():
             try:
-                entry = await (await self._open_bucket()).get(id)
+                entry = await (await self._open_bucket()).get(_format_key(owner, id))
             except KeyNotFoundError:
                 return None
+        record = self._parse(entry, (owner, id))
+        return None if record is None else (record, entry.revision or 0)
+
+    def _parse(self, entry: KeyValue.Entry, key: RecordKey) -> Record | None:
         try:
-            return read_record(entry.value or b"", id), entry.revision or 0
+            return read_record(entry.value or b"", *key)
         except FormatError as error:
-            if id not in self._rejected and len(self._rejected) < _MAX_LOGGED:
-                self._rejected.add(id)
-                _log.warning("a record is left out", extra={"id": id, "reason": error.message})
+            if key not in self._rejected and len(self._rejected) < _MAX_LOGGED:
+                self._rejected.add(key)
+                _log.warning("a record is left out", extra={"id": key[1], "reason": error.message})
             return None
 
     async def write(self, id: str, value: Record, revision: int) -> int:  # noqa: A002
         """Replace a record with that revision. Raises ChangedRecordError."""
         raw = json.dumps(value, separators=(",", ":")).encode()
         with self._converting_errors():
-            bucket = await self._open_bucket()
+            bucket, key = await self._open_bucket(), _format_key(value["owner"], id)
             try:
                 if not revision:
-                    return await bucket.create(id, raw)
-                return await bucket.update(id, raw, last=revision)
+                    return await bucket.create(key, raw)
+                return await bucket.update(key, raw, last=revision)
             except KeyWrongLastSequenceError:
                 raise ChangedRecordError(f"{id} was changed by another gateway") from None
 
-    async def remove(self, id: str) -> None:  # noqa: A002
+    async def remove(self, owner: str, id: str) -> None:  # noqa: A002
         """Remove a record."""
         with self._converting_errors():
-            await (await self._open_bucket()).purge(id)
+            await (await self._open_bucket()).purge(_format_key(owner, id))
 
-    async def list_ids(self) -> list[str]:
-        """Return the ids of all records."""
+    async def list_records(self, owner: str) -> list[Record]:
+        """Return the records of an owner by id: the server sends no others."""
         with self._converting_errors():
-            try:
-                return sorted(filter(is_id, await (await self._open_bucket()).keys()))
-            except NoKeysError:
-                return []
+            entries = [entry async for entry in self._iter_entries(_format_key(owner, "*"))]
+        parsed = (self._parse(entry, _parse_key(entry.key)) for entry in entries)
+        records = [record for record in parsed if record is not None]
+        return sorted(records, key=lambda record: str(record["object"]["id"]))
+
+    async def list_keys(self) -> list[RecordKey]:
+        """Return the keys of all records by id."""
+        with self._converting_errors():
+            entries = [entry async for entry in self._iter_entries("*.*", meta_only=True)]
+        keys = [_parse_key(entry.key) for entry in entries]
+        return sorted((key for key in keys if is_id(key[1])), key=lambda key: key[1])
+
+    async def _iter_entries(
+        self, pattern: str, *, meta_only: bool = False
+    ) -> AsyncIterator[KeyValue.Entry]:
+        """Yield the entries of the bucket whose keys match a pattern."""
+        bucket = await self._open_bucket()
+        watcher = await bucket.watch(pattern, ignore_deletes=True, meta_only=meta_only)
+        try:
+            # None marks the end of those that were there
+            async for entry in watcher:
+                if entry is None:
+                    return
+                yield entry
+        finally:
+            await watcher.stop()  # type: ignore[no-untyped-call]
 
     async def put(self, name: str, data: bytes) -> None:
         """Store a chunk as messages."""

@@ -14,7 +14,7 @@ import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator, Callable
 
-from clowder_aimage.engine.admission import BusyError
+from clowder_aimage.engine.admission import BusyError, CallerBusyError, compute_share
 from clowder_aimage.fleet.name import PRIORITIES
 
 _Turn = asyncio.Future[None]
@@ -25,7 +25,7 @@ class FairQueue:
     """The jobs that wait, and the number of those that are on the queue, by model.
 
     ``window`` returns the number of jobs of a model that may be on the queue and not yet begun. At
-    most ``max_waiting`` jobs wait here.
+    most ``max_waiting`` jobs wait here; some of the places are not for the same caller.
     """
 
     def __init__(
@@ -45,6 +45,11 @@ class FairQueue:
     def waiting(self) -> int:
         """The number of jobs that wait here."""
         return sum(len(line) for lines in self._waiting.values() for line in lines.values())
+
+    @property
+    def share(self) -> int:
+        """The number of jobs of one caller that may wait here."""
+        return compute_share(self._max_waiting)
 
     def compute_age(self, priority: str) -> float:
         """Return the seconds that the oldest job has waited for a worker, here and queued."""
@@ -85,8 +90,8 @@ class FairQueue:
         lines.setdefault(caller, deque()).append(turn)
         self._advance(key[1])
         try:
-            if not turn.done() and self.waiting > self._max_waiting:
-                raise BusyError(self._max_waiting, 5)
+            if not turn.done():
+                self._check(caller)
             await turn
         except (asyncio.CancelledError, BusyError):
             # Its turn had come.
@@ -95,6 +100,14 @@ class FairQueue:
             else:
                 self._remove(key, caller, turn)
             raise
+
+    def _check(self, caller: str) -> None:
+        """Raise BusyError if too many jobs wait, of all callers or of this one."""
+        if self.waiting > self._max_waiting:
+            raise BusyError(self._max_waiting, 5)
+        count = sum(len(lines.get(caller, ())) for lines in self._waiting.values())
+        if count > self.share:
+            raise CallerBusyError(self.share, 5)
 
     def _remove(self, key: _Key, caller: str, turn: _Turn) -> None:
         lines = self._waiting.get(key, OrderedDict[str, deque[_Turn]]())

@@ -16,7 +16,7 @@ from aiohttp import web
 
 from clowder_aimage.api.model_catalog import build_unknown_error
 from clowder_aimage.api.model_list import build_missing_error
-from clowder_aimage.engine.admission import ALWAYS, FOR_EVER, NEVER
+from clowder_aimage.engine.admission import ALWAYS, FOR_EVER, NEVER, CallerBusyError
 from clowder_aimage.errors import (
     AImageError,
     FormatError,
@@ -54,7 +54,6 @@ from clowder_aimage.fleet.name import BATCH, GATEWAYS
 from clowder_aimage.fleet.signature import SignedMessage
 from clowder_aimage.fleet.ticket import Admission, JobTicket
 from clowder_aimage.fleet.worker_registry import FleetModel, WorkerWatch
-from clowder_aimage.http.access import parse_token
 from clowder_aimage.http.api_error import (
     OLLAMA,
     ApiError,
@@ -63,7 +62,8 @@ from clowder_aimage.http.api_error import (
     find_interface,
 )
 from clowder_aimage.http.background import run_in_background, run_in_daemon_thread
-from clowder_aimage.http.local_request import LocalRequest, Request
+from clowder_aimage.http.caller import identify_caller
+from clowder_aimage.http.local_request import Request
 from clowder_aimage.oci import Digest, Reference
 
 # Jobs of a model on the queue that are not begun, at least.
@@ -128,6 +128,7 @@ class JobGateway:
         self._link.check()
         job = await self._make_job(request, parsed, headers.priority)
         if key := headers.key:
+            await self._check_kept(job.caller)
             job = replace(job, id=_make_job_id(job.caller, key))
         with self._metrics.observe_job(job.priority) as statuses:
             relay = ResponseRelay(request)
@@ -179,6 +180,20 @@ class JobGateway:
             ) from error
 
     # -- admission
+
+    async def _check_kept(self, caller: str) -> None:
+        """Raise CallerBusyError if a caller has too many jobs on the queue, of all gateways.
+
+        A job that goes on without its client waits in no gateway.
+        """
+        names = self._link.names
+        subject = names.build_job_subject("*", "*", caller)
+        try:
+            stream = await self._link.streams.stream_info(names.jobs, subjects_filter=subject)
+        except LOST:
+            raise build_unavailable_error("NATS does not answer; try again later") from None
+        if sum((stream.state.subjects or {}).values()) >= max(MIN_WINDOW, self.queue.share):
+            raise CallerBusyError(self.queue.share, 5)
 
     async def _make_job(self, request: Request, parsed: ParsedRequest, priority: str) -> FleetJob:
         """Return the job of a request, pinned to a digest. Raises ApiError."""
@@ -353,14 +368,6 @@ class JobGateway:
         """Remove a job from the queue, end the work on it, and remove what it has stored."""
         await self._jobs.cancel(queued)
         await self._jobs.discard(queued, is_kept=False)
-
-
-def identify_caller(request: Request) -> str:
-    """Return an opaque name of the client: of its token, else of its address."""
-    if isinstance(request, LocalRequest):
-        return str(request["caller"])
-    token = parse_token(request.headers.get("Authorization", "")) if "scope" in request else ""
-    return hashlib.sha256((token or f"@{request.remote}").encode()).hexdigest()[:16]
 
 
 def _make_job_id(caller: str, key: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -19,15 +19,17 @@ from clowder_aimage.api.request_body import read_headers
 from clowder_aimage.errors import AImageError, NotFoundError, UsageError
 from clowder_aimage.fleet.gateway import operation as gateway_operation
 from clowder_aimage.fleet.gateway.batch_store import FleetBatchStore
-from clowder_aimage.fleet.gateway.gateway import JobGateway, identify_caller
+from clowder_aimage.fleet.gateway.gateway import JobGateway
 from clowder_aimage.fleet.gateway.metric import ANSWER, STATUS, GatewayMetrics
 from clowder_aimage.fleet.gateway.parsed_request import ParsedRequest, RequestValidator
+from clowder_aimage.fleet.gateway.settings import GatewaySettings
 from clowder_aimage.fleet.gateway.status import FleetStatus
 from clowder_aimage.fleet.gateway.worker_call import WorkerCalls, select_first
 from clowder_aimage.fleet.link import FleetLink
 from clowder_aimage.fleet.worker_registry import WorkerWatch
 from clowder_aimage.http.api_error import RETRY_AFTER, ApiError
 from clowder_aimage.http.background import run_in_background
+from clowder_aimage.http.caller_ledger import CallerBounds, CallerLedger, Hold
 from clowder_aimage.http.local_call import LocalCalls
 from clowder_aimage.http.local_request import Request
 from clowder_aimage.http.metrics_role import MetricsRole
@@ -45,6 +47,8 @@ class GatewayRole(Role):
         *,
         resolve: Callable[[Reference], Digest],
         advice: Callable[[AImageError], str | None] | None = None,
+        tokens: Mapping[str, str] | None = None,
+        bounds: CallerBounds | None = None,
         **options: Any,
     ) -> None:
         self._link, self._metrics = link, metrics
@@ -53,13 +57,24 @@ class GatewayRole(Role):
         self._calls = WorkerCalls(link, self._watch.workers, metrics.rejected.labels(ANSWER).inc)
         self._validator = RequestValidator(self._find_kind)
         calls = LocalCalls(self, advice)
-        self._batches = BatchRunner(FleetBatchStore(link), calls, self._gateway.compute_window)
+        self._ledger = CallerLedger(bounds or CallerBounds.of(GatewaySettings()))
+        self._batches = BatchRunner(
+            FleetBatchStore(link),
+            calls,
+            self._gateway.compute_window,
+            tokens=tokens,
+            ledger=self._ledger,
+        )
         self._status = FleetStatus(link, self._watch.workers)
         self._is_draining = False
 
     @property
     def is_draining(self) -> bool:
         return self._is_draining
+
+    @property
+    def ledger(self) -> CallerLedger:
+        return self._ledger
 
     def build_routes(self) -> list[Route]:
         return [
@@ -73,7 +88,7 @@ class GatewayRole(Role):
             *MetricsRole(self._metrics.format_text, INFER).build_routes(),
             serve(gateway_operation.FLEET, self._describe_fleet),
             *self._calls.build_routes(),
-            *BatchRoutes(self._batches, identify_caller).build_routes(),
+            *BatchRoutes(self._batches).build_routes(),
         ]
 
     def count(self, exchange: Exchange) -> None:
@@ -109,6 +124,8 @@ class GatewayRole(Role):
         parsed = await self._validator.read(request)
         if parsed.unloads:
             return await self._unload(request, parsed)
+        body = request.get("body")
+        self._link.take_space(body.amount if isinstance(body, Hold) else 0)
         return await self._gateway.answer(request, parsed, headers)
 
     async def _unload(self, request: Request, parsed: ParsedRequest) -> web.StreamResponse:
@@ -128,6 +145,7 @@ class GatewayRole(Role):
         reasons = []
         try:
             self._link.check()
+            self._link.take_space()
         except AImageError as error:
             reasons = [{"reason": error.message}]
         if self._is_draining:

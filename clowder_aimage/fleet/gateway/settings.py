@@ -6,10 +6,10 @@ from pydantic import Field
 
 from clowder_aimage.engine.admission import FOR_EVER
 from clowder_aimage.engine.endpoint import DEFAULT_HOST
-from clowder_aimage.engine.settings import Limit, Origins, ServerSettings
+from clowder_aimage.engine.settings import CallerSettings, Limit, Origins, Size
 
 
-class GatewaySettings(ServerSettings):
+class GatewaySettings(CallerSettings):
     """The settings of a gateway; ``nats`` are the servers of its fleet, with commas."""
 
     SECTION = "gateway"
@@ -18,5 +18,7 @@ class GatewaySettings(ServerSettings):
 
     allow_origins: Origins = ()
     nats: str | None = None
+    # The stream of files has 2 GiB by default
+    caller_bytes: Size = 512 << 20
     queue: int = Field(default=1000, ge=0)
     deadline: Limit = FOR_EVER
