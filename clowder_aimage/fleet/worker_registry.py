@@ -46,6 +46,8 @@ _Digests = Annotated[tuple[DigestText, ...], Field(max_length=MAX_SLOTS)]
 _Models = Annotated[Mapping[ReferenceText, DigestText], Field(max_length=MAX_MODELS)]
 _Kinds = Annotated[Mapping[DigestText, Line], Field(max_length=MAX_MODELS)]
 _Aliases = Annotated[Mapping[Line, ReferenceText], Field(max_length=MAX_MODELS)]
+# A gateway compares the names of requests with all of them.
+_Patterns = Annotated[tuple[Annotated[Line, Field(max_length=128)], ...], Field(max_length=32)]
 _log = logging.getLogger("aimage.fleet")
 _T = TypeVar("_T")
 
@@ -72,7 +74,7 @@ class WorkerStatus:
     kinds: _Kinds = field(default_factory=dict)
     aliases: _Aliases = field(default_factory=dict)
     default_model: ReferenceText | None = None
-    default_for: Annotated[tuple[Line, ...], Field(max_length=100)] = ()
+    default_for: _Patterns = ()
     may_pull: bool = False
     is_draining: bool = False
     done: Count = 0
