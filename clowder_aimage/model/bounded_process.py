@@ -2,7 +2,9 @@
 
 A library that compiles such text may take any time and memory, and cannot be interrupted. So it
 does that first in a process of its own, which ends at the limits; the text is refused then. The
-process limits itself once it has imported its modules, so that their size does not matter.
+process limits itself once it has imported its modules, so that their size does not matter. What
+takes longer than most waits for the few processes that have more time, so that it holds up nothing
+else.
 
 macOS has no limit of memory: there the time alone bounds the process.
 """
@@ -17,18 +19,21 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import BinaryIO, NoReturn
 
 from clowder_aimage.errors import ModelError
 
 SECONDS = 2.0  # of processor time
+_SHORT = 0.25  # seconds of the first try
 MEMORY = 256 << 20  # bytes beyond those of the process when it has started
 OUTPUT = 1 << 20  # bytes
 # Seconds of a process that waits instead of computing
 _PATIENCE = 60
-_AT_ONCE = threading.BoundedSemaphore(4)
+_LANES = ((_SHORT, threading.BoundedSemaphore(4)), (SECONDS, threading.BoundedSemaphore(2)))
+# Added to the nice value of the process with more time
+_NICE = 5
 # Seconds between two looks whether the try is cancelled
 _INTERVAL = 0.1
 _REFUSED, _UNSTARTED = 3, 4  # exit statuses
@@ -39,6 +44,10 @@ class RefusedError(Exception):
     """An input is refused, for the reason in the message."""
 
 
+class _TimeoutError(RefusedError):
+    """A process has used its time."""
+
+
 def run_bounded(module: str, data: bytes, is_cancelled: Callable[[], bool]) -> bytes:
     """Return the output of a module whose ``main`` calls ``answer``. Blocks; thread-safe.
 
@@ -46,22 +55,35 @@ def run_bounded(module: str, data: bytes, is_cancelled: Callable[[], bool]) -> b
         RefusedError: The module refuses the data, exceeds a limit, or is cancelled.
         ModelError: The process cannot be started.
     """
-    while not _AT_ONCE.acquire(timeout=_INTERVAL):
-        _check_cancelled(is_cancelled)
-    try:
-        # Files, so that neither side waits for the other
-        with tempfile.TemporaryFile() as source, tempfile.TemporaryFile() as log:
-            source.write(data)
-            source.seek(0)
-            return _run(module, source, log, is_cancelled)
-    except OSError as error:
-        raise ModelError(f"cannot start a process: {error.strerror or error}") from None
-    finally:
-        _AT_ONCE.release()
+    for seconds, slots in _LANES:
+        while not slots.acquire(timeout=_INTERVAL):
+            _check_cancelled(is_cancelled)
+        try:
+            return _run_within(seconds, module, data, is_cancelled)
+        except _TimeoutError:
+            if seconds == SECONDS:
+                raise
+        except OSError as error:
+            raise ModelError(f"cannot start a process: {error.strerror or error}") from None
+        finally:
+            slots.release()
+    raise AssertionError  # the last lane returns or raises
 
 
-def _run(module: str, source: BinaryIO, log: BinaryIO, is_cancelled: Callable[[], bool]) -> bytes:
-    command = (sys.executable, "-m", module)
+def _run_within(
+    seconds: float, module: str, data: bytes, is_cancelled: Callable[[], bool]
+) -> bytes:
+    # Files, so that neither side waits for the other
+    with tempfile.TemporaryFile() as source, tempfile.TemporaryFile() as log:
+        source.write(data)
+        source.seek(0)
+        command = (sys.executable, "-m", module, str(seconds))
+        return _run(command, source, log, is_cancelled)
+
+
+def _run(
+    command: Sequence[str], source: BinaryIO, log: BinaryIO, is_cancelled: Callable[[], bool]
+) -> bytes:
     environment = {**os.environ, "PYTHONSAFEPATH": "1"}
     process = subprocess.Popen(
         command,
@@ -80,8 +102,14 @@ def _run(module: str, source: BinaryIO, log: BinaryIO, is_cancelled: Callable[[]
         log.seek(0)
         last_line = log.read()[-500:].decode(errors="replace").strip().rpartition("\n")[2]
         raise ModelError(f"a process to try grammars cannot start: {last_line}")
+    if -process.returncode in _TIME_SIGNALS:
+        message = f"preparing it takes more than {SECONDS:g} seconds of processor time"
+        raise _TimeoutError(message)
+    if process.returncode == _REFUSED:
+        raise RefusedError(output.decode(errors="replace"))
     if process.returncode:
-        raise RefusedError(_describe_exit(process.returncode, output))
+        message = f"preparing it takes more than {MEMORY >> 20} MiB of memory, or fails"
+        raise RefusedError(message)
     return output
 
 
@@ -108,14 +136,6 @@ def _check_cancelled(is_cancelled: Callable[[], bool]) -> None:
         raise RefusedError("the request was cancelled")
 
 
-def _describe_exit(status: int, output: bytes) -> str:
-    if status == _REFUSED:
-        return output.decode(errors="replace")
-    if -status in _TIME_SIGNALS:
-        return f"preparing it takes more than {SECONDS:g} seconds of processor time"
-    return f"preparing it takes more than {MEMORY >> 20} MiB of memory, or fails"
-
-
 # -- in the process
 
 
@@ -131,7 +151,7 @@ def answer(prepare: Callable[[], Callable[[bytes], bytes]]) -> NoReturn:
         # Output of libraries is an error
         os.dup2(2, 1)
         data = sys.stdin.buffer.read()
-        _limit()
+        _limit(float(sys.argv[1]))
         status = 1
         output = work(data)
         status = 0
@@ -151,11 +171,13 @@ def read_log(start: int = 0) -> str:
     return os.pread(2, OUTPUT, start).decode(errors="replace")
 
 
-def _limit() -> None:
+def _limit(seconds: float) -> None:
     """Limit this process from now on. The signals of the limits end it."""
+    if seconds > _SHORT:
+        os.nice(_NICE)
     for number in _TIME_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
-    signal.setitimer(signal.ITIMER_PROF, SECONDS)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
     signal.alarm(_PATIENCE)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (OUTPUT, OUTPUT))

@@ -15,6 +15,7 @@ pytest.importorskip("xllamacpp", reason="xllamacpp is not installed")
 from clowder_aimage.errors import UsageError
 from clowder_aimage.model.bounded_process import MEMORY, SECONDS, RefusedError
 from clowder_aimage.model.llama import grammar
+from clowder_aimage.model.llama.digit_bound import DigitBound
 from clowder_aimage.model.llama.grammar import Grammar, Grammars
 from tests.process import run
 from tests.text.hostile_schema import SCHEMAS
@@ -35,6 +36,7 @@ def test_no_schema_takes_more_time_and_memory_than_its_process_may() -> None:
         assert trial["prepare"] <= 0.5, trial
     refused = {name for name, trial in trials.items() if trial["reason"]}
     assert refused > {"multipleOf 9999991", "maxItems", "enum of 10^5", "uniqueItems"}
+    assert refused > {"references to itself", "references in a circle", "any of itself"}
     assert not refused & {"enum of 9000", "required properties", "nested ranges"}
 
 
@@ -101,3 +103,21 @@ def test_white_space_between_values_is_fixed() -> None:
     options = json.loads(Grammars().build(schema).text.partition("%json ")[2])["x-guidance"]
     assert options["whitespace_flexible"] is False and options["coerce_one_of"] is True
     assert options["whitespace_pattern"] is None
+
+
+@pytest.mark.parametrize(
+    ("parts", "is_endless"),
+    [
+        (["1" * 320, "]"], False),
+        (["[1", "1" * 319, "1"], True),
+        (['{"a": 0.', "3" * 321], True),
+        (["1" * 200, ".", "1" * 200, "e", "1" * 200], False),
+        (['"', "1" * 400, '"'], False),
+        (['"\\\\', '"', "1" * 321], True),
+        (['"\\"', "1" * 400], False),
+        (['"a", ', "1" * 321], True),
+    ],
+)
+def test_numbers_have_a_bound_of_digits(parts: list[str], is_endless: bool) -> None:
+    digits = DigitBound()
+    assert any(digits.feed(part) for part in parts) is is_endless

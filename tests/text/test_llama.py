@@ -139,9 +139,23 @@ def test_answer_matches_a_schema(model: LlamaModel) -> None:
     assert write(model, complete("the", 64, schema={})).lstrip().startswith("{")
 
 
+def test_number_without_end_ends_the_text(
+    model: LlamaModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("clowder_aimage.model.llama.digit_bound._MOST", 3)
+    request = complete("the", 64, schema={"type": "integer", "minimum": 10**9})
+    assert len(write(model, request)) == 4 and end_of(model, request).reason == LENGTH
+
+
 @pytest.mark.parametrize(
     "schema",
-    [{"type": "nope"}, {"not": {}}, {"type": "string", "pattern": "((("}, {"$ref": "#/absent"}],
+    [
+        {"$ref": "#"},
+        {"type": "nope"},
+        {"not": {}},
+        {"type": "string", "pattern": "((("},
+        {"$ref": "#/absent"},
+    ],
 )
 def test_schema_that_the_library_would_ignore_is_refused(
     model: LlamaModel, schema: dict[str, Any]

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from clowder_aimage.engine import process
+from clowder_aimage.errors import UsageError
 from clowder_aimage.model.text.language_model import (
     CHAT,
     EMBEDDING,
@@ -48,7 +49,14 @@ class ScriptedLanguageModel:
         self.embedded: list[int] = []  # the numbers of texts
 
     def prepare(self, request: TextRequest, is_cancelled: Callable[[], bool]) -> None:
-        pass
+        """Wait until another text has begun, or the request is cancelled; refuse it then."""
+        _log("prepare")
+        while len(_read_log()) < 2:
+            if is_cancelled():
+                _log("cancelled")
+                break
+            time.sleep(0.001)
+        raise UsageError("the JSON Schema cannot be used", field="response_format")
 
     def generate(self, request: TextRequest) -> Generator[TextEvent, None, None]:
         words = str(request.messages[-1]["content"]).split() if request.messages else []
@@ -104,6 +112,10 @@ def _take_effect(word: str) -> None:
         time.sleep(100)
     if word == "slow":
         time.sleep(0.02)
+
+
+def _read_log() -> list[str]:
+    return Path(os.environ["SCRIPTED_LOG"]).read_text().split()
 
 
 def _log(word: str) -> None:

@@ -21,7 +21,7 @@ from clowder_aimage.engine import engine, frame, runner
 from clowder_aimage.engine.admission import BusyError
 from clowder_aimage.engine.event import Event
 from clowder_aimage.engine.process import ModelProcess
-from clowder_aimage.errors import ModelError
+from clowder_aimage.errors import ModelError, UsageError
 from clowder_aimage.layout.layered_store import LayeredStore
 from clowder_aimage.model.text.language_model import (
     ContextError,
@@ -317,6 +317,39 @@ def test_a_text_is_begun_again_once_and_never_if_its_process_was_killed_for_it(
     assert [name for name, one in outcomes.items() if isinstance(one, list)] == answered
     failed = [one for one in outcomes.values() if isinstance(one, Exception)]
     assert {type(one).__name__ for one in failed} <= {"DiedError"}
+
+
+def test_others_are_served_while_a_schema_is_tried(
+    stocked_store: LayeredStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SCRIPTED_LOG", str(log := tmp_path / "log"))
+
+    async def play(engine: Any) -> Any:
+        trial = asyncio.create_task(heard(engine, asked("a", schema={})))
+        await until_async(log.exists)
+        # The trial ends when this text has begun
+        other = await heard(engine, asked("b"))
+        with pytest.raises(UsageError, match="cannot be used") as caught:
+            await trial
+        return text_of(other), caught.value.facts
+
+    assert played(stocked_store, play, parallel=2) == ("b ", {"field": "response_format"})
+
+
+def test_a_client_that_leaves_ends_the_trial_of_its_schema(
+    stocked_store: LayeredStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SCRIPTED_LOG", str(log := tmp_path / "log"))
+
+    async def play(engine: Any) -> None:
+        trial = asyncio.create_task(heard(engine, asked("a", schema={})))
+        await until_async(log.exists)
+        trial.cancel()
+        await until_async(lambda: "cancelled" in log.read_text())
+        await until_async(lambda: not engine.list_loaded()[0].runner.cancellations)
+        assert text_of(await heard(engine, asked("b"))) == "b "
+
+    played(stocked_store, play, parallel=2)
 
 
 def parts(events: list[Event]) -> list[Event]:

@@ -6,12 +6,12 @@ takes whenever llama.cpp begins a text with it, and, on the next lines, the gram
 
 from __future__ import annotations
 
+import string
 import time
 from collections.abc import Callable
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import xllamacpp
 
@@ -23,9 +23,10 @@ from clowder_aimage.model.llama.temporary_directory import create_temporary_dire
 
 # A text that must begin with a certain word does so only if the grammar is in use
 _WORD = "@#@#"
-# Tokens of a random text that the grammar allows
+# Of JSON. Without the grammar the text of this seed goes on with a control character
+_STARTS, _SEED = (*'{["-tfn', *string.digits), 1
+# Tokens of a text
 _LENGTH = 32
-_INVALID = "it is invalid, or has keywords that are not supported"
 # llama.cpp goes on without the grammar then
 _GIVEN_UP = "; stopping"
 
@@ -38,22 +39,21 @@ def _try(server: LlamaServer, log_size: int, schema: bytes) -> bytes:
         raise RefusedError(str(error)) from None
     head, start, body_rule = grammar.partition("start: ")
     begun = time.process_time()
-    text = _write(server, f'{head}{start}"{_WORD}" {body_rule}', len(_WORD))
+    text = _write(server, f'{head}{start}"{_WORD}" {body_rule}')
     seconds = time.process_time() - begun
-    # LLGuidance rejects it, and llama.cpp ignores it
-    if not text or not _WORD.startswith(text):
-        raise RefusedError(_INVALID)
-    _write(server, grammar, _LENGTH)
     reason, is_given_up, _ = read_log(log_size).partition(_GIVEN_UP)
     if is_given_up:
         raise RefusedError(f"its grammar is too large: {reason.rpartition(': ')[2]}")
+    # LLGuidance rejects it, or no text ends, as if it requires itself: llama.cpp ignores it then
+    if not text.startswith(_WORD) or text[len(_WORD) :][:1] not in _STARTS:
+        raise RefusedError("it is invalid, or has keywords that are not supported")
     return f"{seconds:.6f}\n{grammar}".encode()
 
 
-def _write(server: LlamaServer, grammar: str, length: int) -> str:
-    """Return a text that a grammar allows."""
-    body: dict[str, Any] = {"prompt": ".", "n_predict": length, "seed": 1, "stream": True}
-    with closing(server.stream({**body, "grammar": grammar})) as batches:
+def _write(server: LlamaServer, grammar: str) -> str:
+    """Return the beginning of a random text that a grammar allows."""
+    body = {"prompt": ".", "n_predict": _LENGTH, "seed": _SEED, "stream": True, "grammar": grammar}
+    with closing(server.stream(body)) as batches:
         return "".join(answer["choices"][0]["text"] for batch in batches for answer in batch)
 
 

@@ -15,6 +15,7 @@ from clowder_aimage.content.store import BlobFiles
 from clowder_aimage.dialect.aimage import AImage
 from clowder_aimage.errors import ModelError, UsageError
 from clowder_aimage.formats.gguf import resolve_quantization
+from clowder_aimage.model.llama.digit_bound import DigitBound
 from clowder_aimage.model.llama.gguf_check import GgufFacts, check_adapter, check_model
 from clowder_aimage.model.llama.gguf_layers import GgufLayers, read_layers
 from clowder_aimage.model.llama.grammar import Grammars
@@ -191,13 +192,16 @@ class LlamaModel:
         body["preserved_tokens"] = sorted(stream.marks)
         server, drawn = self._server, request.begun
         stream.resume(drawn, [drawn.text.encode()])
+        digits = None
         if request.schema is not None:
             body["grammar"] = self._grammars.build(request.schema).text
+            digits = DigitBound()
+            digits.feed(drawn.text)
             # Grammars of this type begin with the text that the server has
             if drawn.text:
                 body["grammar_type"] = "tool_calls"
                 server = _serve(self._layers, context=self.context, prefix=drawn.text)
-        text = self._stream_text(server, body, stream, request)
+        text = self._stream_text(server, body, stream, request, digits)
         next(text)  # raises at once
         return text
 
@@ -228,7 +232,12 @@ class LlamaModel:
         return (*prefix, *self._layers.messages, *messages)
 
     def _stream_text(
-        self, server: LlamaServer, body: dict[str, Any], stream: TextStream, request: TextRequest
+        self,
+        server: LlamaServer,
+        body: dict[str, Any],
+        stream: TextStream,
+        request: TextRequest,
+        digits: DigitBound | None,
     ) -> Generator[Any, None, None]:
         """Yield None when the request is accepted, then its events. Close a server of its own."""
         alternatives = request.alternatives
@@ -240,11 +249,11 @@ class LlamaModel:
             if remaining is None or not body["n_predict"]:
                 yield TextEnd(LENGTH, total, 0)
                 return
-            is_plain = alternatives is None and not body["timings_per_token"]
+            is_plain = alternatives is None and not body["timings_per_token"] and digits is None
             # Plain answers are joined: a fast model would spend much time on each event
             for answers in chain([remaining], batches):
                 groups = [answers] if is_plain and answers else [[answer] for answer in answers]
-                events = [*self._iter_events(groups, stream, total, alternatives)]
+                events = [*self._iter_events(groups, stream, total, alternatives, digits)]
                 yield from join_deltas(events)
                 if events and isinstance(events[-1], TextEnd):
                     return
@@ -275,6 +284,7 @@ class LlamaModel:
         stream: TextStream,
         total: int,
         alternatives: int | None,
+        digits: DigitBound | None,
     ) -> Generator[TextEvent, None, None]:
         """Yield the events of answers up to the end; the prompt has ``total`` tokens."""
         for group in groups:
@@ -288,6 +298,7 @@ class LlamaModel:
             reason = answer["choices"][0]["finish_reason"]
             timings = answer.get("timings") or {}
             is_full = total + int(timings.get("predicted_n", 0)) >= self.context
+            is_full = is_full or (digits is not None and digits.feed(answer["choices"][0]["text"]))
             if reason or stream.is_stopped or is_full:
                 yield from stream.finish()
                 is_ended = reason == "stop" or stream.is_stopped
