@@ -49,6 +49,11 @@ _FILTERS = frozenset(
     " items last length list lower map max min reject rejectattr reverse round select selectattr"
     " slice sort string title truncate unique upper wordcount".split()
 )
+# Filters that take time for each character of a text
+_ITERATING = frozenset(
+    "batch groupby join list map max min reject rejectattr select selectattr slice sort sum"
+    " unique".split()
+)
 _METHODS: tuple[tuple[Any, frozenset[str]], ...] = (
     (
         str,
@@ -347,6 +352,8 @@ class _Environment(ImmutableSandboxedEnvironment):
             if name not in ("d", "default", "_admit", "_concat"):
                 _check_numbers(name, (*args[1:], *kwargs.values()))
             self.meter.weigh(args)
+            if name in _ITERATING and isinstance(args[0], str):
+                self.meter.step(len(args[0]))
             contexts = {"context": context, "environment": self, "eval_context": context.eval_ctx}
             passed = (contexts[kind], *args) if kind else args
             return self.meter.admit(function(*passed, **kwargs))

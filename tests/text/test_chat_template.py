@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import contextlib
+import time
 from typing import Any
 
 import pytest
@@ -118,6 +120,52 @@ def test_hostile_templates_are_stopped_with_a_sentence(source: str) -> None:
     with pytest.raises(ModelError, match=r"^the chat template (failed|cannot be read): ") as raised:
         render(source, USER)
     assert len(raised.value.message) < 500
+
+
+def long(part: str, before: str = "", after: str = "") -> str:
+    return before + part * ((48 << 10) // len(part) - 40) + after
+
+
+LONG_TEXT = "{% set n = namespace(s='ab' * 30000) %}" + "{% set n.s = n.s ~ n.s %}" * 6
+LONG_LIST = "{% set x = range(400000) | list %}"
+COSTLY = {
+    "deep lists": "{{ " + "[" * 20_000 + "]" * 20_000 + " }}",
+    "deep loops": long("{% for a in [1] %}"),
+    "deep conditions": "{% if 1 %}" * 1000 + "{% endif %}" * 1000,
+    "many conditions": long("{% elif 1 %}", "{% if 1 %}", "{% endif %}"),
+    "many comparisons": long("1<", "{{ ", "1 }}"),
+    "many sums": long("1~", "{{ ", "1 }}"),
+    "many filters": long("|d", "{{ 1", " }}"),
+    "many macros": long("{% macro m() %}{% endmacro %}"),
+    "many names": "".join(f"{{{{ v{number} }}}}" for number in range(4500)),
+    "many digits": long("1_", "{{ ", "1 }}"),
+    "open comments": long("{# "),
+    "white space": long(" \n", "a", "{%- if 1 -%}{%- endif -%}"),
+    "a long loop": "{% for i in range(10**12) %}{% endfor %}",
+    "loops in loops": "{% for i in 'x' * 9999 %}{% for j in 'x' * 9999 %}{% endfor %}{% endfor %}",
+    "a sorted text": LONG_TEXT + "{{ n.s | sort | length }}",
+    "a text that is searched": LONG_TEXT
+    + "{% for i in range(99999) %}{{ 'zz' in n.s }}{% endfor %}",
+    "a text that is counted": LONG_TEXT + "{{ n.s.count('ab' * 500 ~ 'c') }}",
+    "a text that is written": LONG_TEXT
+    + "{% for i in range(9999) %}{{ n.s | tojson }}{% endfor %}",
+    "lists that are compared": LONG_LIST
+    + "{% for i in range(9999) %}{{ x == x + [] }}{% endfor %}",
+    "lists that are sorted": LONG_LIST + "{% for i in range(99) %}{% set y = x|sort %}{% endfor %}",
+    "products": "{{ 'a' * 10**9 }}{{ 9 ** 9 ** 9 }}",
+    "a message that is counted": "{% for i in range(99) %}{{ messages[0].content | wordcount }}"
+    "{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("source", COSTLY.values(), ids=COSTLY)
+def test_a_template_is_read_and_rendered_within_seconds(source: str) -> None:
+    message = {"role": "user", "content": "x " * 2_000_000}
+    begun = time.thread_time()
+    with contextlib.suppress(ModelError):
+        render(source, message)
+    # To read it takes less than a second, and to render it 2 seconds at most, on a free machine
+    assert time.thread_time() - begun < 6
 
 
 def test_the_names_of_templates_lead_nowhere() -> None:

@@ -25,7 +25,7 @@ from clowder_aimage.tensor.config_fields import parse_object
 _ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 _MAX_REFUSAL = 300  # characters
 # Long conversations render more text than the templates of other documents
-_LIMITS = TemplateLimits(text=4 << 20, size=512 << 20, seconds=5.0)
+_LIMITS = TemplateLimits(text=4 << 20, size=512 << 20, seconds=2.0)
 _TOOL_USE = "tool_use"
 _MAX_ARGUMENTS = 1 << 20  # bytes of a call
 
