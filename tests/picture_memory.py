@@ -100,6 +100,7 @@ FILES: Mapping[str, Callable[[], bytes]] = {
     "high": lambda: encode(draw("RGB", NARROW)),
     "wide": lambda: encode(draw("RGB", NARROW[::-1])),
     "long metadata": lambda: encode(draw("RGB"), exif=b"II*\0\x08" + bytes(8 << 20)),
+    "metadata alone": lambda: encode(draw("RGB", (64, 64)), exif=b"II*\0\x08" + bytes(4 << 20)),
 }
 
 
@@ -195,7 +196,9 @@ def list_uses(pictures: Pictures) -> dict[str, tuple[int, Use]]:
         lambda: pictures.open(image=pictures.high, width=4096, height=256),
     )
     for name, build in FILES.items():
-        uses[f"file: {name}"] = area, partial(inspect, build(), "it")
+        data = build()
+        with Image.open(io.BytesIO(data)) as opened:
+            uses[f"file: {name}"] = opened.width * opened.height, partial(inspect, data, "it")
     return uses
 
 

@@ -25,7 +25,7 @@ def decode(data: bytes, label: str) -> Picture:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             with Image.open(io.BytesIO(data), formats=list(TYPES)) as image:
-                check_dimensions(*image.size, label)
+                check_dimensions(*image.size, len(data), label)
                 kind = str(image.format)
                 # A JPEG with previews behind it, as some cameras write
                 if kind == "MPO":

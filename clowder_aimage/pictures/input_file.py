@@ -23,6 +23,8 @@ MAX_PIXELS = 1 << 25
 MAX_PICTURE_SIDE = 1 << 15
 # The largest ratio of the sides
 _RATIO = 64
+# Bytes of a file: of each pixel without compression, and of all that is not pixels
+_DEPTH, _MAX_METADATA = 8, 4 << 20
 BASE64 = "([A-Za-z0-9+/]{4})*([A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?"  # with padding
 # Characters, a multiple of 4
 _CHUNK = 1 << 20
@@ -46,8 +48,8 @@ def build_too_large_error(label: str) -> TooLargeError:
     return TooLargeError(f"{label} has more than {MAX_PIXELS} pixels")
 
 
-def check_dimensions(width: int, height: int, label: str) -> None:
-    """Refuse a picture by its size, before it is decoded. Raises UsageError."""
+def check_dimensions(width: int, height: int, length: int, label: str) -> None:
+    """Refuse a file of ``length`` bytes by its header, before it is decoded. Raises UsageError."""
     if width * height > MAX_PIXELS:
         raise build_too_large_error(label)
     limit = ""
@@ -57,6 +59,9 @@ def check_dimensions(width: int, height: int, label: str) -> None:
         limit = f"one side may be at most {_RATIO} times the other"
     if limit:
         raise UsageError(f"{label} has {width} x {height} pixels: {limit}", hint="crop it")
+    if length > _DEPTH * width * height + _MAX_METADATA:
+        message = f"{label} has {length} bytes for {width} x {height} pixels"
+        raise UsageError(message, hint="remove its metadata")
 
 
 def decode_base64(text: bytes) -> bytes:

@@ -100,9 +100,10 @@ def pixels(data: bytes) -> bytes:
 
 
 def left(store: Path) -> set[str]:
-    """Return the files of a store, except those that say when content was used."""
+    """Return the files of a store, except those that say when content was used and what it is."""
     files = (path.relative_to(store) for path in store.rglob("*") if path.is_file())
-    return {str(path) for path in files if path.parts[:2] != (".aimage", "used")}
+    others = ((".aimage", "used"), (".aimage", "described"))
+    return {str(path) for path in files if path.parts[:2] not in others}
 
 
 def collect(worker: LocalWorker) -> None:
