@@ -11,6 +11,7 @@ import pytest
 
 from clowder_aimage.errors import FormatError
 from clowder_aimage.fleet.gateway.batch_record import read_record
+from clowder_aimage.fleet.gateway.batch_store import FleetBatchStore
 from tests.fleet.fleet_run import FleetRun
 from tests.fleet.hostile_message import list_hostile_messages
 from tests.wait import PATIENCE
@@ -123,5 +124,23 @@ def test_no_record_makes_an_internal_error(play: Play) -> None:
             for path in paths:
                 async with fleet.session.get(url + path) as answer:
                     assert answer.status in (200, 404), (path, await answer.text())
+
+    play(scene)
+
+
+@pytest.mark.integration
+def test_a_key_that_is_not_valid_ends_no_connection(play: Play) -> None:
+    async def scene(fleet: FleetRun) -> None:
+        link = fleet.operator()
+        async with link.open():
+            await link.wait_until_ready(PATIENCE)
+            names, raw = link.names, json.dumps(RECORDS[FILE_ID]).encode()
+            for key in (f"me.{FILE_ID}", f"{'a' * 3900}.{FILE_ID}", f"é.{FILE_ID}", "me.x"):
+                await link.streams.publish(f"$KV.{names.batches}.{key}", raw)
+            store = FleetBatchStore(link)
+            assert await store.list_keys() == [("me", FILE_ID)]
+            assert [await store.read(*key) for key in await store.list_keys()]
+            assert len(await store.list_records("me")) == 1
+            assert link.is_ready
 
     play(scene)

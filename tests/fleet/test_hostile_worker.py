@@ -23,7 +23,7 @@ from clowder_aimage.fleet.job.request import ANSWER, PART, STATUS
 from clowder_aimage.fleet.link import WORKER, FleetLink
 from clowder_aimage.fleet.name import FleetNames
 from clowder_aimage.fleet.ticket import JobTicket
-from clowder_aimage.fleet.worker_registry import WorkerStatus
+from clowder_aimage.fleet.worker_registry import WorkerStatus, read_workers
 from tests.fleet.attempt import build_begin
 from tests.fleet.fleet_run import FleetRun, ScriptedRole, prompt_as_picture
 from tests.fleet.hostile_message import HTML, VALUES, list_hostile_messages
@@ -235,6 +235,23 @@ def test_an_answer_of_a_worker_that_is_not_valid_is_left_out(play: Play) -> None
                         assert got.status == 502, (current, path, text)
                         assert "the response of a worker is not valid" in text
                         assert got.content_type == "application/json" and HTML not in text
+
+    play(scene)
+
+
+@pytest.mark.integration
+def test_a_worker_with_a_long_name_ends_no_connection(play: Play) -> None:
+    async def scene(fleet: FleetRun) -> None:
+        link = fleet.operator()
+        async with link.open():
+            await link.wait_until_ready(PATIENCE)
+            for key in ("a", "a" * 3900, "é"):
+                raw = json.dumps({"id": key}).encode()
+                await link.streams.publish(f"$KV.{link.names.workers}.{key}", raw)
+            workers = await read_workers(link)
+            assert [status.id for status in workers.list_statuses()] == ["a"]
+            assert len(workers.list_rejected()) == 2
+            assert link.is_ready
 
     play(scene)
 

@@ -25,6 +25,7 @@ from clowder_aimage.api.batch.store import (
     is_id,
 )
 from clowder_aimage.errors import FormatError, NotFoundError
+from clowder_aimage.fleet.field import is_id as is_part
 from clowder_aimage.fleet.frame import CHUNK
 from clowder_aimage.fleet.gateway.batch_record import read_record
 from clowder_aimage.fleet.link import (
@@ -53,6 +54,11 @@ def _format_key(owner: str, name: str) -> str:
 def _parse_key(key: str) -> RecordKey:
     owner, _, name = key.partition(".")
     return "" if owner == NOBODY else owner, name
+
+
+def _is_valid(key: RecordKey) -> bool:
+    """Return True if a key can be asked for: it becomes part of a subject."""
+    return is_part(key[0] or NOBODY) and is_id(key[1])
 
 
 class FleetBatchStore:
@@ -136,7 +142,7 @@ class FleetBatchStore:
         with self._converting_errors():
             entries = [entry async for entry in self._iter_entries("*.*", meta_only=True)]
         keys = [_parse_key(entry.key) for entry in entries]
-        return sorted((key for key in keys if is_id(key[1])), key=lambda key: key[1])
+        return sorted(filter(_is_valid, keys), key=lambda key: key[1])
 
     async def _iter_entries(
         self, pattern: str, *, meta_only: bool = False
