@@ -232,7 +232,7 @@ class JoinedWorker(Role):
         names = self._link.names
         consumer = names.build_consumer_name(*key)
         try:
-            subject = f"$JS.API.CONSUMER.MSG.NEXT.{names.jobs}.{consumer}"
+            subject = f"{self._link.api}.CONSUMER.MSG.NEXT.{names.jobs}.{consumer}"
             message = await self._link.client.request(
                 subject,
                 _NEXT,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import secrets
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
@@ -38,7 +39,6 @@ from clowder_aimage.errors import (
 from clowder_aimage.fleet.frame import Frame
 from clowder_aimage.fleet.key import FleetKey, KeySet
 from clowder_aimage.fleet.name import KEY_SET, FleetNames
-from clowder_aimage.fleet.permission import build_inbox_prefix
 from clowder_aimage.fleet.server_clock import ServerClock
 from clowder_aimage.fleet.signature import MessageSigner, MessageVerifier
 from clowder_aimage.fleet.stream import FleetShape, describe_differences
@@ -66,6 +66,8 @@ MESSAGE_ID = "Nats-Msg-Id"
 _EXPECTED = "Nats-Expected-Last-Subject-Sequence"
 # The disk of JetStream, or of an account, has no room for a stream.
 _SMALL = (10023, 10047)
+# The API of JetStream in an account that has it
+_API = "$JS.API"
 # Error codes of JetStream.
 FULL = (10077, 10122)
 _WRONG_LAST, _NO_LEADER, _FEW_SERVERS = 10071, 10008, 10005
@@ -170,14 +172,14 @@ class FleetLink:
     """The connection to one fleet.
 
     ``kind`` is GATEWAY, WORKER or OPERATOR: each has separate subjects for replies, so that
-    permissions can tell them apart, also those of workers by ``name``. ``on_ready`` are called each
+    permissions can tell them apart. ``name`` is that of a worker. ``on_ready`` are called each
     time the fleet becomes usable. ``verifier`` has the key set of the fleet, as it is now.
     """
 
     def __init__(self, access: FleetAccess, kind: str, name: str = "") -> None:
         self.names, self._access = access.names, access
         self._kind, self._name = kind, f"aimage-{kind}-{name}"
-        self._inbox = build_inbox_prefix(kind, name if kind == WORKER else "")
+        self._inbox = f"_INBOX_{kind}"
         self._clock = ServerClock()
         self.verifier = MessageVerifier(self.names.fleet, self._clock.now)
         self._signer: MessageSigner | None = None
@@ -185,6 +187,8 @@ class FleetLink:
             self._signer = MessageSigner(self.names.fleet, access.signer, self._clock.now)
         self._options = access.build_options()
         self._client = Client()
+        # The subjects of the API of JetStream begin with it.
+        self.api = _API
         self._js = JetStreamContext(self._client)
         self._reason: AImageError | None = None
         self._ready = asyncio.Event()
@@ -319,7 +323,7 @@ class FleetLink:
             pause = _REPLACED if clock() - begun > _MAX_REPLACED else min(2 * pause, _MAX_REPLACED)
             await asyncio.sleep(pause)
             self._client = Client()
-            self._js = JetStreamContext(self._client)
+            self._use_api(_API)
 
     async def _open_client(self) -> None:
         await self._client.connect(
@@ -344,6 +348,7 @@ class FleetLink:
     async def _verify(self) -> None:
         try:
             self._check_server()
+            await self._find_api()
             self._space = await check_streams(self._js, self.names, is_worker=self._kind == WORKER)
             await self._read_clock()
             self._take_key_set(await self._read_key_set())
@@ -365,9 +370,27 @@ class FleetLink:
         for callback in self.on_ready:
             callback()
 
+    async def _find_api(self) -> None:
+        """Use the API of JetStream by the name that it has in the account of this program.
+
+        A worker has an account of its own without JetStream, which imports calls of the fleet's.
+        """
+        if self._kind != WORKER or self.api != _API:
+            return
+        try:
+            await self._js.stream_info(self.names.jobs)
+        except ServiceUnavailableError:
+            self._use_api(self.names.api)
+        except APIError:
+            # The check of the streams says more.
+            return
+
+    def _use_api(self, prefix: str) -> None:
+        self.api, self._js = prefix, JetStreamContext(self._client, prefix=prefix)
+
     async def _read_clock(self) -> None:
         """Compare the clock of this machine with the server's. Raises APIError, TimeoutError."""
-        subject = f"$JS.API.STREAM.INFO.KV_{self.names.workers}"
+        subject = f"{self.api}.STREAM.INFO.KV_{self.names.workers}"
         message = await self._client.request(subject, timeout=2.0)
         state = read_json(message.data, "the state of a stream").get("state") or {}
         # Reports of workers expire: there is none that is older.
@@ -440,6 +463,8 @@ class FleetLink:
             _log.warning("the connection to NATS was lost")
         self._ready.clear()
         self._reason, self._due = NetworkError(f"NATS at {self._addresses} does not answer"), 0.0
+        # The server may have another configuration when it is back.
+        self._use_api(_API)
 
     # -- messages
 
@@ -469,6 +494,10 @@ class FleetLink:
         # It was not awaited to the end.
         if listener not in self._listeners:
             await _unsubscribe(listener)
+
+    def build_answer_subject(self) -> str:
+        """Return a new subject for the answers of one worker."""
+        return self.names.build_answer_subject(self._kind, secrets.token_hex(16))
 
     @property
     def client(self) -> Client:

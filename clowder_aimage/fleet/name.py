@@ -84,6 +84,11 @@ class FleetNames:
         return f"{self.fleet}-batches"
 
     @property
+    def api(self) -> str:
+        """The beginning of the calls of JetStream in the account of a worker."""
+        return f"{self.fleet}.api"
+
+    @property
     def announcements(self) -> str:
         """The subject of announcements of new jobs."""
         return f"{self.fleet}.news"
@@ -140,6 +145,14 @@ class FleetNames:
     def build_control_subject(self, worker: str) -> str:
         """Return the subject of orders to one worker."""
         return self._join("control", worker)
+
+    @staticmethod
+    def build_answer_subject(role: str, call: str) -> str:
+        """Return the subject of the answers of a worker to a gateway or an operator.
+
+        ``call`` is random, so that no other worker knows the subject. Answers of NATS have others.
+        """
+        return f"_INBOX_{role}.call.{call}"
 
     @staticmethod
     def build_consumer_name(priority: str, digest: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import logging
@@ -15,7 +16,6 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import tenacity
 from nats.aio.msg import Msg
-from nats.errors import NoRespondersError
 from nats.js.errors import Error as JetStreamError
 from nats.js.errors import NotFoundError as StreamEntryNotFoundError
 from pydantic import Field, TypeAdapter
@@ -40,6 +40,8 @@ from clowder_aimage.oci.reference import DEFAULT_TAG
 
 # Models in a status, and workers in a registry.
 MAX_MODELS, MAX_WORKERS = 4096, 1000
+# Seconds in which a worker answers to an order.
+ANSWERED = 5.0
 # Jobs that a worker may run at once.
 MAX_SLOTS = 1024
 _Digests = Annotated[tuple[DigestText, ...], Field(max_length=MAX_SLOTS)]
@@ -368,10 +370,11 @@ async def give_order(link: FleetLink, worker: str, order: str) -> dict[str, Any]
     if not is_id(worker):
         raise NotFoundError(f"no worker {escape_text(worker)!r} is in the fleet")
     subject = link.names.build_control_subject(worker)
-    try:
-        message = await link.client.request(
-            subject, data, timeout=5.0, headers=link.sign(subject, data)
-        )
-    except NoRespondersError:
-        raise NotFoundError(f"no worker {worker!r} is in the fleet") from None
+    arrived: asyncio.Queue[Msg] = asyncio.Queue()
+    inbox = link.build_answer_subject()
+    async with link.listening(inbox, arrived.put), asyncio.timeout(ANSWERED):
+        await link.client.publish(subject, data, reply=inbox, headers=link.sign(subject, data))
+        message = await arrived.get()
+    if (message.headers or {}).get("Status") == "503":
+        raise NotFoundError(f"no worker {worker!r} is in the fleet")
     return asdict(WorkerStatus.decode(message.data, worker))

@@ -134,9 +134,9 @@ class FleetRun:
         keys = SignerKey("g", "gateway", gateway), SignerKey("o", "operator", operator)
         return KeySet(self.name, version, keys)
 
-    def access_of(self, kind: str) -> FleetAccess:
+    def access_of(self, kind: str, worker: str = SHIPPED_WORKER) -> FleetAccess:
         """Return the access of a gateway, a worker or an operator."""
-        name = SHIPPED_WORKER if kind == WORKER else kind
+        name = worker if kind == WORKER else kind
         user = f"{self.tenant}{name}:{self.passwords[kind]}@" if self.passwords else ""
         urls = (self.url or self.nats.url).replace("nats://", f"nats://{user}")
         return FleetAccess(
@@ -194,7 +194,7 @@ class FleetRun:
         connection = ClientOptions(docker_config=self.store)
         service = make_service(Settings(**settings), LayeredStore([self.store]), connection)
         role = own if isinstance(own, Role) else own(service)
-        link = FleetLink(self.access_of(WORKER), WORKER, name)
+        link = FleetLink(self.access_of(WORKER, name), WORKER, name)
         joined = JoinedWorker(link, service, LocalCalls(role), WorkerIdentity(name))
         async with role.running(), joined.running():
             await link.wait_until_ready(PATIENCE)

@@ -12,9 +12,8 @@ from typing import Any
 
 import nkeys  # type: ignore[import-untyped]
 
-from tests.conftest import ROOT
+from tests.fleet.shipped_nats import SHIPPED, format_shipped_account, format_shipped_worker
 
-SHIPPED = ROOT / "deploy" / "nats" / "nats-server.conf"
 _PREFIXES = {
     "operator": nkeys.PREFIX_BYTE_OPERATOR,
     "account": nkeys.PREFIX_BYTE_ACCOUNT,
@@ -37,12 +36,17 @@ def shipped(place: Path, *more: str) -> str:
 
 
 def account(name: str) -> str:
-    """Return the shipped account for another tenant, whose users are NAME-KIND."""
-    text = SHIPPED.read_text()
-    block = text[text.index("  aimage {") : text.rindex("}")]
-    for kind in ("operator", "gateway", "worker"):
-        block = block.replace(f"user: {kind}", f"user: {name}-{kind}")
-    return block.replace("  aimage {", f"  {name} {{", 1)
+    """Return the shipped accounts for another tenant, whose users are NAME-KIND."""
+    accounts = (
+        *format_shipped_account(name, f"{name}-"),
+        *format_shipped_worker("worker-1", account=name, prefix=f"{name}-"),
+    )
+    return "".join(f"  {line}\n" for line in accounts)
+
+
+def worker_account(name: str) -> str:
+    """Return the account of another worker of the shipped fleet."""
+    return "".join(f"  {line}\n" for line in format_shipped_worker(name))
 
 
 @dataclass

@@ -17,7 +17,7 @@ import pytest
 
 from clowder_aimage.fleet.key import GATEWAY, OPERATOR
 from clowder_aimage.fleet.name import GATEWAYS, INTERACTIVE, KEY_SET, FleetNames
-from clowder_aimage.fleet.permission import WORKER, build_inbox_prefix
+from clowder_aimage.fleet.permission import WORKER
 from tests.conftest import ROOT
 from tests.fleet.fleet_run import Nats
 from tests.fleet.nats_config import shipped
@@ -28,6 +28,9 @@ PAGES = (ROOT / "docs" / "fleet.md", ROOT / "docs" / "security.md")
 BEGIN, END = "<!-- roles: written by python -m tests.fleet.role_matrix -->", "<!-- end of roles -->"
 # The user of each column; the worker is "worker-1".
 USERS = {WORKER: "worker-1", GATEWAY: "gateway", OPERATOR: "operator"}
+# A user of the account of the fleet who may do everything
+_AUDITOR = "auditor"
+_API = "$JS.API"
 _WORKERS = ("worker-1", "worker-2")
 _CONSUMER = NAMES.build_consumer_name(INTERACTIVE, "digest")
 _JOB = NAMES.build_job_subject(INTERACTIVE, "digest", "caller")
@@ -70,11 +73,11 @@ def _list_messages() -> Iterator[str]:
         yield NAMES.build_call_subject(worker)
         yield NAMES.build_control_subject(worker)
         yield f"$KV.{NAMES.workers}.{worker}"
-        yield f"{build_inbox_prefix(WORKER, worker)}.inbox.1"
-    yield f"$KV.{NAMES.keys}.{KEY_SET}"
+        yield f"$KV.{NAMES.keys}.{KEY_SET}"
     yield f"$KV.{NAMES.batches}.batch"
     for role in (GATEWAY, OPERATOR):
-        yield f"{build_inbox_prefix(role)}.inbox.1"
+        yield NAMES.build_answer_subject(role, "call")
+        yield f"_INBOX_{role}.inbox.1"
 
 
 def _list_own(worker: str) -> tuple[str, ...]:
@@ -89,8 +92,7 @@ def _list_own(worker: str) -> tuple[str, ...]:
 
 def list_heard() -> list[str]:
     """Return the subjects that a program may wish to hear."""
-    everything = (">", f"{NAMES.fleet}.>", "_INBOX.>", "_INBOX_worker.>", "$KV.>", "$JS.>")
-    return [*_list_messages(), *everything, "$JS.API.>", "$JS.ACK.>", "$JS.EVENT.>"]
+    return [*_list_messages(), "$JS.API.INFO", f"$JS.ACK.{NAMES.jobs}.x", "$JS.EVENT.ADVISORY.x"]
 
 
 def list_published() -> list[str]:
@@ -106,52 +108,93 @@ def list_published() -> list[str]:
     return [
         *_list_messages(),
         "_INBOX.inbox.1",
-        "$SYS.REQ.USER.INFO",
-        "$SYS.REQ.SERVER.PING",
         *(f"$JS.ACK.{end}" for end in ends),
         *(f"$JS.FC.{stream}.{_CONSUMER}.1" for stream in _STREAMS),
-        *(f"$JS.API.{call}" for call in (*_CALLS, *calls)),
+        *(f"{_API}.{call}" for call in (*_CALLS, *calls)),
     ]
 
 
-def list_refused(port: int, user: str, password: str) -> tuple[set[str], set[str]]:
-    """Return the subjects that a server refuses to a user: to publish to, and to hear.
+class Program:
+    """A connection in the protocol of NATS itself, which counts what reaches others."""
 
-    The protocol is spoken directly, as the refusals have to be those of the server. Nothing is
-    published with a reply, and no stream exists, so that no call has an effect.
-    """
-    login = {"user": user, "pass": password, "verbose": False, "pedantic": False}
-    lines = [f"CONNECT {json.dumps(login)}", "PING"]
-    lines += [f"PUB {subject} 0\r\n" for subject in list_published()]
-    lines += [f"SUB {subject} {number + 1}" for number, subject in enumerate(list_heard())]
-    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
-        connection.sendall("".join(f"{line}\r\n" for line in [*lines, "PING"]).encode())
+    def __init__(self, port: int, user: str, password: str) -> None:
+        self._socket = socket.create_connection(("127.0.0.1", port), timeout=10)
+        login = {"user": user, "pass": password, "verbose": False, "pedantic": False}
+        self._send(f"CONNECT {json.dumps(login)}")
+        self.synchronise()
+
+    def _send(self, *lines: str) -> None:
+        self._socket.sendall("".join(f"{line}\r\n" for line in lines).encode())
+
+    def synchronise(self) -> str:
+        """Return what has arrived when the server has done all that was sent."""
+        self._send("PING")
         received = b""
-        # The last PONG follows all refusals.
-        while received.count(b"PONG\r\n") < 2:
-            chunk = connection.recv(1 << 16)
-            assert chunk, f"{user} was refused: {received!r}"
+        while b"PONG\r\n" not in received:
+            chunk = self._socket.recv(1 << 16)
+            assert chunk, received
             received += chunk
-    text = received.decode()
-    published = re.findall(r'Permissions Violation for Publish to "([^"]+)"', text)
-    return set(published), set(re.findall(r'Violation for Subscription to "([^"]+)"', text))
+        return received.decode()
+
+    def publish(self, subjects: Iterable[str]) -> None:
+        """Publish an empty message to each subject, without a reply."""
+        self._send(*(f"PUB {subject} 0\r\n" for subject in subjects))
+        self.synchronise()
+
+    def subscribe(self, subjects: Iterable[str]) -> None:
+        """Subscribe to each subject."""
+        self._send(*(f"SUB {subject} {number + 1}" for number, subject in enumerate(subjects)))
+        self.synchronise()
+
+    def read_subjects(self) -> set[str]:
+        """Return the subjects of the messages that have arrived."""
+        return set(re.findall(r"^MSG (\S+) ", self.synchronise(), re.MULTILINE))
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._socket.close()
 
 
-def format_matrix(refused: Mapping[str, tuple[set[str], set[str]]]) -> str:
+def measure_role(port: int, role: str, password: str) -> tuple[set[str], set[str]]:
+    """Return the subjects that a role reaches in the account of the fleet, and those it hears.
+
+    There are no streams, and nobody answers.
+    """
+    auditor = Program(port, _AUDITOR, _AUDITOR)
+    program = Program(port, USERS[role], password)
+    auditor.subscribe([">"])
+    program.publish(list_published())
+    if role == WORKER:
+        # Its account has the calls by another name.
+        program.publish(_rename_calls(list_published()))
+    reached = auditor.read_subjects()
+    program.subscribe([*list_heard(), ">", f"{NAMES.fleet}.>", "$JS.>", "$KV.>"])
+    auditor.publish(list_heard())
+    heard = program.read_subjects()
+    for each in (auditor, program):
+        each.close()
+    return reached, heard
+
+
+def _rename_calls(subjects: Iterable[str]) -> list[str]:
+    return [NAMES.api + subject.removeprefix(_API) for subject in subjects if _API in subject]
+
+
+def format_matrix(measured: Mapping[str, tuple[set[str], set[str]]]) -> str:
     """Return the subjects, each with the letters of the roles that may use it."""
     lines = [
         "# Written by python -m tests.fleet.role_matrix: w is the worker worker-1, g a gateway,",
         "# o an operator. Publishing:",
-        *_format_rows(list_published(), {role: said[0] for role, said in refused.items()}),
+        *_format_rows(list_published(), {role: sets[0] for role, sets in measured.items()}),
         "# Hearing:",
-        *_format_rows(list_heard(), {role: said[1] for role, said in refused.items()}),
+        *_format_rows(list_heard(), {role: sets[1] for role, sets in measured.items()}),
     ]
     return "\n".join(lines) + "\n"
 
 
-def _format_rows(subjects: Iterable[str], refused: Mapping[str, set[str]]) -> Iterator[str]:
+def _format_rows(subjects: Iterable[str], allowed: Mapping[str, set[str]]) -> Iterator[str]:
     for subject in subjects:
-        letters = (role[0] if subject not in refused[role] else "-" for role in USERS)
+        letters = (role[0] if subject in allowed[role] else "-" for role in USERS)
         yield f"{''.join(letters)} {subject}"
 
 
@@ -174,6 +217,7 @@ _WORDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("decide which workers get which jobs", (f"$JS.API.CONSUMER.CREATE.{NAMES.jobs}.{_CONSUMER}",)),
     ("respond and report in the name of `worker-1`", _list_own("worker-1")),
     ("respond and report in the name of another worker", _list_own("worker-2")),
+    ("answer to a gateway", (NAMES.build_answer_subject(GATEWAY, "call"),)),
     ("read responses of others", (f"$JS.API.STREAM.MSG.GET.{NAMES.logs}",)),
     ("read jobs without taking them", (f"$JS.API.STREAM.MSG.GET.{NAMES.jobs}",)),
     (
@@ -209,16 +253,18 @@ def replace_table(text: str) -> str:
 
 
 def measure() -> dict[str, tuple[set[str], set[str]]]:
-    """Return what a server with the shipped configuration refuses to each role."""
+    """Return what each role reaches and hears on a server with the shipped configuration."""
     passwords = {f"NATS_{role.upper()}_PASSWORD": role for role in USERS}
     with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
         for name, text in passwords.items():
             patch.setenv(name, text)
         place = Path(directory)
-        (place / "nats.conf").write_text(shipped(place / "js"))
+        auditor = f"users = [\n{{ user: {_AUDITOR}, password: {_AUDITOR} }}\n"
+        text = shipped(place / "js").replace("users = [\n", auditor, 1)
+        (place / "nats.conf").write_text(text)
         server = Nats(place / "server", arguments=("-c", str(place / "nats.conf"))).start()
         try:
-            return {role: list_refused(server.port, user, role) for role, user in USERS.items()}
+            return {role: measure_role(server.port, role, role) for role in USERS}
         finally:
             server.kill()
 

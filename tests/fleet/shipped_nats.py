@@ -11,9 +11,10 @@ from clowder_aimage.fleet.key import GATEWAY, OPERATOR
 from clowder_aimage.fleet.name import FleetNames
 from clowder_aimage.fleet.permission import (
     ANY_WORKER,
-    WORKER,
+    build_imports,
     build_permissions,
     format_user,
+    format_worker_account,
 )
 from tests.conftest import ROOT
 
@@ -29,26 +30,39 @@ WORKERS = {
         ANY_WORKER: "NATS_WORKER_PASSWORD"
     },
 }
-_BEGIN, _END = "    users = [\n", "\n    ]\n"
+_BEGIN = "accounts {\n"
 
 
 def build_configuration(path: Path) -> str:
-    """Return a configuration with the users of its workers, an operator and gateways."""
-    head, _, rest = SHIPPED.read_text().partition(_BEGIN)
-    tail = rest[rest.index(_END) :]
+    """Return a configuration with the accounts of a fleet and of its workers."""
+    head, _, _ = SHIPPED.read_text().partition(_BEGIN)
+    workers = [format_shipped_worker(*worker) for worker in WORKERS[path].items()]
+    accounts = [line for lines in (format_shipped_account(), *workers) for line in lines]
+    return head + _BEGIN + "".join(f"  {line}\n" for line in accounts) + "}\n"
+
+
+def format_shipped_account(name: str = "aimage", prefix: str = "") -> list[str]:
+    """Return the account of a fleet; ``prefix`` begins the names of its users."""
     users = [
-        (OPERATOR, "", "NATS_OPERATOR_PASSWORD"),
-        (GATEWAY, "", "NATS_GATEWAY_PASSWORD"),
-        *((WORKER, worker, variable) for worker, variable in WORKERS[path].items()),
+        line
+        for role in (OPERATOR, GATEWAY)
+        for line in format_user(
+            [f"user: {prefix}{role}", f"password: $NATS_{role.upper()}_PASSWORD"],
+            build_permissions(FleetNames(), role),
+        )
     ]
-    lines = [line for user in users for line in _format_user(*user)]
-    return head + _BEGIN + "\n".join(f"      {line}" for line in lines) + tail
+    exports = build_imports(FleetNames()).format_exports()
+    lines = ["jetstream: enabled", "users = [", *(f"  {line}" for line in users), "]", *exports]
+    return [f"{name} {{", *(f"  {line}" for line in lines), "}"]
 
 
-def _format_user(role: str, worker: str, variable: str) -> list[str]:
-    name = worker if worker not in ("", ANY_WORKER) else role
-    login = [f"user: {name}", f"password: ${variable}"]
-    return format_user(login, build_permissions(FleetNames(), role, worker or ANY_WORKER))
+def format_shipped_worker(
+    worker: str, variable: str = "NATS_WORKER_PASSWORD", account: str = "aimage", prefix: str = ""
+) -> list[str]:
+    """Return the account of a worker, with its user."""
+    user = "worker" if worker == ANY_WORKER else worker
+    login = f"user: {prefix}{user}, password: ${variable}"
+    return format_worker_account(login, FleetNames(), worker, account)
 
 
 if __name__ == "__main__":

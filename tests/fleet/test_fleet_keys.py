@@ -280,11 +280,11 @@ def test_a_user_of_nats_is_printed(tmp_path: Path) -> None:
     said = here("fleet", "user", "gpu-3", "--output", tmp_path / "gpu-3.nk", "--fleet", "team").out
     key = read_seed(tmp_path / "gpu-3.nk", SIGNER)
     assert f"nkey: {key.public}" in said and key.seed not in said
-    assert '"team.log.gpu-3.*"' in said and "aimage" not in said
+    assert said.startswith("aimage-team-gpu-3 {") and '"team.log.gpu-3.*"' in said
     gateway = here("fleet", "user", "g", "--role", "gateway", "--public", C, "--json").value
     assert (gateway["nkey"], gateway["role"]) == (C, "gateway")
-    assert "aimage.job.>" in gateway["publish"]
-    any_name = here("fleet", "user", "*", "--public", C, "--json").value
-    assert "aimage.log.*.*" in any_name["publish"]
+    assert '"aimage.job.>"' in " ".join(gateway["lines"])
+    any_name = here("fleet", "user", "*", "--public", C, "--account", "other").out
+    assert any_name.startswith("other-aimage-workers {") and '"aimage.log.*.*"' in any_name
     for name in ("gateway", "a.b", "a>", ""):
         assert "name of a worker" in here("fleet", "user", name, "--public", C, code=2).err

@@ -259,7 +259,8 @@ class WorkerCalls:
         arrived: asyncio.Queue[Msg] = asyncio.Queue()
         subject = self._link.names.build_call_subject(worker)
         headers = self._link.sign(subject, data)
-        async with self._link.listening(inbox := client.new_inbox(), arrived.put):
+        inbox = self._link.build_answer_subject()
+        async with self._link.listening(inbox, arrived.put):
             await client.publish(subject, data, reply=inbox, headers=headers)
             return await self._collect(arrived, worker, on_line)
 
