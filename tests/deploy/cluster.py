@@ -22,6 +22,7 @@ KUSTOMIZATIONS = sorted(KUBERNETES.rglob("kustomization.yaml"))
 # Absent from the files: created by whoever applies them (docs/kubernetes.md).
 SECRETS = frozenset(
     {"aimage-node", "aimage-worker", "aimage-metrics", "aimage-registry", "aimage-nats"}
+    | {"aimage-fleet-keys"}
 )
 
 Manifest = dict[str, Any]

@@ -261,22 +261,23 @@ def test_nats_is_reached_by_the_fleet_alone() -> None:
     assert services["nats"]["networks"] == ["fleet"] and "ports" not in services["nats"]
     inside = {name for name, one in services.items() if "fleet" in one.get("networks", ())}
     assert inside == {"nats", "fleet-init", "gateway-1", "gateway-2", "worker-1", "worker-2"}
-    conf = DEPLOY / "nats" / "nats-server.conf"
+    conf = DEPLOY / "docker" / "nats-server.conf"
     asked = set(re.findall(r"\$(NATS_\w+)", conf.read_text()))
     assert set(services["nats"]["environment"]) == asked
     users = {
-        name: re.search(r"nats://(\w+):(\S+)@nats:4222", str(one.get("environment")))
+        name: re.search(r"nats://([\w-]+):(\S+)@nats:4222", str(one.get("environment")))
         for name, one in services.items()
     }
     passwords = services["nats"]["environment"]
     for name, found in users.items():
         if found is not None:
-            assert passwords[f"NATS_{found[1].upper()}_PASSWORD"] == found[2], name
+            variable = found[1].upper().replace("-", "_")
+            assert passwords[f"NATS_{variable}_PASSWORD"] == found[2], name
     kinds = {name: found[1] for name, found in users.items() if found}
     assert kinds == {
         "fleet-init": "operator",
         **dict.fromkeys(("gateway-1", "gateway-2"), "gateway"),
-        **dict.fromkeys(("worker-1", "worker-2"), "worker"),
+        **{name: name for name in ("worker-1", "worker-2")},
     }
     names = set()
     for at in (1, 2):
@@ -288,7 +289,29 @@ def test_nats_is_reached_by_the_fleet_alone() -> None:
         config, _ = gather(Settings, chosen, None)
         assert config.join is not None
         names.add(config.worker_name)
-    assert len(names) == 2
+    assert names == {"worker-1", "worker-2"}
+
+
+def test_each_container_of_the_fleet_has_its_keys_alone() -> None:
+    found = {
+        name: {volume.partition(":")[0] for volume in service["volumes"]}
+        for name, service in compose()["services"].items()
+    }
+    having = {
+        volume: {name for name, volumes in found.items() if volume in volumes}
+        for volume in ("fleet-keys", "gateway-keys", "worker-keys")
+    }
+    gateways, workers = {"gateway-1", "gateway-2"}, {"worker-1", "worker-2"}
+    assert having["fleet-keys"] == {"fleet-init"}
+    assert having["gateway-keys"] == {"fleet-init", *gateways}
+    assert having["worker-keys"] == {"fleet-init", *workers}
+    for name in (*gateways, *workers):
+        (keys,) = (v for v in compose()["services"][name]["volumes"] if "-keys:" in v)
+        directory = keys.split(":")[1]
+        environment = compose()["services"][name]["environment"]
+        assert keys.endswith(":ro")
+        assert environment["AIMAGE_FLEET_KEY"] == f"{directory}/root.public"
+        assert ("AIMAGE_SIGNING_KEY" in environment) == (name in gateways)
 
 
 SERVICES = ("registry", "init", "worker", "nats", "fleet-init", "gateway-1", "worker-1", "worker-2")

@@ -267,7 +267,7 @@ def test_the_workers_of_a_fleet_are_scaled_by_its_queue() -> None:
 def test_the_cluster_has_the_shipped_configuration_of_nats() -> None:
     """``tests/fleet/test_role_matrix.py`` compares its users."""
     shipped = KUBERNETES / "fleet" / "nats-server.conf"
-    asked = set(re.findall(r"\$(AIMAGE_\w+)", shipped.read_text()))
+    asked = set(re.findall(r"\$(NATS_\w+)", shipped.read_text()))
     (pod,) = pods(of_kind("StatefulSet"))
     assert {entry["name"] for entry in pod.containers[0]["env"]} == asked
 
