@@ -97,7 +97,7 @@ def test_a_missing_template_is_read_when_it_is_there(tmp_path: Path) -> None:
     stored = read_aimage(layout, Reference.parse("a"))
     other = ImageLayout(tmp_path / "empty")
     assert read_text_facts(other, stored.descriptor.digest, stored.aimage) == TextFacts(
-        ("completion",), 512, ""
+        ("completion",), 512, "", is_final=False
     )
     again = read_text_facts(layout, stored.descriptor.digest, stored.aimage)
     assert "tools" in again.capabilities

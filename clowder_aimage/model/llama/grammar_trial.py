@@ -15,6 +15,7 @@ from pathlib import Path
 
 import xllamacpp
 
+from clowder_aimage.content.atomic_file import write_file
 from clowder_aimage.model.bounded_process import RefusedError, answer, read_log
 from clowder_aimage.model.llama.byte_model import CONTEXT, build_byte_model
 from clowder_aimage.model.llama.params import make_params
@@ -60,7 +61,7 @@ def _write(server: LlamaServer, grammar: str) -> str:
 def _prepare() -> Callable[[bytes], bytes]:
     with create_temporary_directory() as directory:
         path = Path(directory, "bytes.gguf")
-        path.write_bytes(build_byte_model())
+        write_file(path, build_byte_model(), durable=False)
         params = make_params(path, [], weights=0, context=CONTEXT, parallel=1, pooling=None)
         params.n_gpu_layers = 0
         server = LlamaServer(params)
