@@ -75,7 +75,7 @@ def jumping_clock() -> Iterator[asyncio.Runner]:
 class Queue:
     """The jobs of a fleet, as a server has them, and the link of its workers."""
 
-    is_ready = True
+    is_ready, api = True, "$JS.API"
 
     def __init__(self, delay: float, chance: random.Random) -> None:
         self.names, self._delay, self._chance = FleetNames(), delay, chance
