@@ -121,6 +121,7 @@ class FleetRun:
     url: str = ""
     replicas: int = 1
     tenant: str = ""  # before the names of its users
+    worker_user: str = ""  # of all workers
     creds: Path | None = None
     session: aiohttp.ClientSession = field(init=False)
     root: FleetKey = field(default_factory=lambda: FleetKey.generate(ROOT))
@@ -136,7 +137,7 @@ class FleetRun:
 
     def access_of(self, kind: str, worker: str = SHIPPED_WORKER) -> FleetAccess:
         """Return the access of a gateway, a worker or an operator."""
-        name = worker if kind == WORKER else kind
+        name = self.worker_user or worker if kind == WORKER else kind
         user = f"{self.tenant}{name}:{self.passwords[kind]}@" if self.passwords else ""
         urls = (self.url or self.nats.url).replace("nats://", f"nats://{user}")
         return FleetAccess(

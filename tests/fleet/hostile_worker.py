@@ -300,22 +300,22 @@ class HostileWorker:
         """Report as a worker that is there, so that gateways send it requests."""
         await self._publish(self._status_subject, _build_status(self._name))
 
-    async def attack(self, *, steals: bool = True) -> None:
+    async def attack(self, *, steals: bool = True, reports: bool = True) -> None:
         """Try everything once."""
-        await self.report()
         await self.forge()
-        await self.report()
+        if reports:
+            await self.report()
         await self.replay()
         await self.guess_answers()
         await self.acknowledge()
         if steals:
             await self.steal()
 
-    async def run(self, *, steals: bool = True, pause: float = 0.0) -> None:
+    async def run(self, *, steals: bool = True, reports: bool = True, pause: float = 0.0) -> None:
         """Attack again and again."""
         while True:
             with contextlib.suppress(*LOST):
-                await self.attack(steals=steals)
+                await self.attack(steals=steals, reports=reports)
             await asyncio.sleep(pause)
 
     async def _settle(self) -> None:

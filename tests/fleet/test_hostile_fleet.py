@@ -3,94 +3,93 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from clowder_aimage.fleet.link import GATEWAY, OPERATOR, WORKER
 from clowder_aimage.fleet.worker_registry import give_order
+from tests.fleet import test_fleet, test_job_log, test_worker_call
+from tests.fleet.attack import ACCESS, attacked, attacked_server
+from tests.fleet.conftest import Scene
 from tests.fleet.fleet_run import FleetRun, ScriptedRole, prompt_as_picture
-from tests.fleet.hostile_worker import EVIL, HostileWorker
-from tests.fleet.nats_config import shipped, worker_account
-from tests.fleet.test_fleet_security import server
+from tests.fleet.hostile_worker import EVIL
 from tests.wait import PATIENCE, until_async
 
 pytestmark = pytest.mark.integration
 Play = Callable[..., None]
-PASSWORD = "password"
-GOOD, HOSTILE = ("good-1", "good-2"), "hostile"
-
-
-@contextlib.asynccontextmanager
-async def attacked(fleet: FleetRun, *, steals: bool = True) -> AsyncIterator[HostileWorker]:
-    """Run a hostile worker beside a scene."""
-    (url,) = fleet.access_of(WORKER, HOSTILE).servers
-    hostile = HostileWorker(url, fleet.access_of(WORKER).names, HOSTILE, GOOD)
-    async with hostile.connected():
-        attacking = asyncio.create_task(hostile.run(steals=steals))
-        try:
-            yield hostile
-        finally:
-            assert not attacking.done(), attacking
-            attacking.cancel()
+VICTIMS = ("w1", "w2")
+# Tests that hold while a hostile worker takes no jobs: it may delay those that it takes.
+SCENES: tuple[Callable[[Play], None], ...] = (
+    test_fleet.test_a_job_is_answered_by_a_worker,
+    test_fleet.test_a_key_is_one_job_at_all_gateways,
+    test_fleet.test_a_client_that_leaves_cancels_its_job,
+    test_fleet.test_a_drained_worker_ends_its_work_and_takes_no_more,
+    test_fleet.test_a_large_request_may_be_repeated_at_once,
+    test_job_log.test_the_client_gets_the_response_of_the_attempt_that_began_last,
+    test_worker_call.test_a_response_may_be_larger_than_a_message,
+)
 
 
 @pytest.fixture
-def play_attacked(
-    play: Play, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., None]:
-    """Return a function that plays a scene on a server with three workers' accounts."""
-    for kind in (OPERATOR, GATEWAY, WORKER):
-        monkeypatch.setenv(f"NATS_{kind.upper()}_PASSWORD", PASSWORD)
-    text = shipped(tmp_path / "js", *map(worker_account, (*GOOD, HOSTILE)))
+def play_attacked(play: Play, tmp_path: Path) -> Play:
+    """Return a function that plays a scene while a hostile worker attacks."""
 
-    def run(scene: object) -> None:
-        passwords = dict.fromkeys((OPERATOR, GATEWAY, WORKER), PASSWORD)
-        with server(tmp_path, text) as own:
-            play(scene, own, name="aimage", passwords=passwords)
+    def run(scene: Scene, **options: Any) -> None:
+        async def attack(fleet: FleetRun) -> None:
+            async with attacked(fleet, *VICTIMS, steals=False, reports=False):
+                await scene(fleet)
+
+        with attacked_server(tmp_path) as own:
+            play(attack, own, **ACCESS, **options)
 
     return run
 
 
-def test_jobs_are_served_by_workers_that_got_them(play_attacked: Callable[..., None]) -> None:
+@pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.__name__)
+def test_a_scene_holds(scene: Callable[[Play], None], play_attacked: Play) -> None:
+    scene(play_attacked)
+
+
+def test_jobs_are_served_by_workers_that_got_them(play: Play, tmp_path: Path) -> None:
     """No order is followed, no response is another's, and the streams are as they were."""
 
     async def scene(fleet: FleetRun) -> None:
-        roles = {name: ScriptedRole(prompt_as_picture) for name in GOOD}
+        roles = {name: ScriptedRole(prompt_as_picture) for name in VICTIMS}
         async with (
             fleet.gateway() as url,
-            fleet.worker(GOOD[0], roles[GOOD[0]]) as first,
-            fleet.worker(GOOD[1], roles[GOOD[1]]) as second,
+            fleet.worker("w1", roles["w1"]) as first,
+            fleet.worker("w2", roles["w2"]) as second,
         ):
             await fleet.know(url, 2)
             watching = fleet.operator()
             async with watching.open():
                 await watching.wait_until_ready(PATIENCE)
-                async with attacked(fleet) as hostile:
+                async with attacked(fleet, *VICTIMS) as hostile:
                     await until_async(lambda: hostile.tried.get("stolen", 0) > 0, "all attacks")
                     for number in range(10):
-                        wished = asyncio.gather(
-                            *(
-                                fleet.ask(url, f"cat {number} {each}", seed=number)
-                                for each in range(4)
-                            )
-                        )
-                        for each, (status, answer) in enumerate(await wished):
-                            assert status == 200, answer
-                            text = answer["data"][0]["b64_json"]
-                            assert text == f"cat {number} {each} {number}"
+                        await ask_four(fleet, url, number)
                     known = {w["id"]: w for w in (await fleet.status(url))["workers"]}
-                    assert not any(known[name]["is_draining"] for name in GOOD)
+                    assert not any(known[name]["is_draining"] for name in VICTIMS)
                     assert [worker.takes_jobs for worker in (first, second)] == [True, True]
-                    drained = await give_order(watching, GOOD[0], "drain")
-                    assert drained["is_draining"] and drained["id"] == GOOD[0]
+                    drained = await give_order(watching, "w1", "drain")
+                    assert drained["is_draining"] and drained["id"] == "w1"
                 assert EVIL not in {prompt for role in roles.values() for prompt in role.served}
-                for name in (watching.names.jobs, watching.names.marks, watching.names.dead):
-                    assert (await watching.streams.stream_info(name)).config.name == name
-                consumers = await watching.streams.consumers_info(watching.names.jobs)
+                names, streams = watching.names, watching.streams
+                for name in (names.jobs, names.marks, names.dead):
+                    assert (await streams.stream_info(name)).config.name == name
+                consumers = await streams.consumers_info(names.jobs)
                 assert "squat" not in {consumer.name for consumer in consumers}
-                assert not await watching.streams.consumers_info(f"KV_{watching.names.workers}")
+                assert not await streams.consumers_info(f"KV_{names.workers}")
 
-    play_attacked(scene)
+    with attacked_server(tmp_path) as own:
+        play(scene, own, **ACCESS)
+
+
+async def ask_four(fleet: FleetRun, url: str, number: int) -> None:
+    prompts = [f"cat {number} {each}" for each in range(4)]
+    answers = await asyncio.gather(*(fleet.ask(url, text, seed=number) for text in prompts))
+    for prompt, (status, answer) in zip(prompts, answers, strict=True):
+        assert status == 200, answer
+        assert answer["data"][0]["b64_json"] == f"{prompt} {number}"
