@@ -291,12 +291,16 @@ class Runner:
         del self._replies[number]
         self._opened.discard(number)
 
-    def _make_error(self, number: int | None) -> DiedError:
-        error = DiedError(self._fault or self._describe_exit(), hint="the next request restarts it")
+    def _make_error(self, number: int | None) -> ModelError:
+        """Return the error of a request; for None that of the load, which may succeed elsewhere."""
+        message, hint = self._fault or self._describe_exit(), "the next request restarts it"
+        if number is None:
+            return ModelError(message, hint=hint)
+        error = DiedError(message, hint=hint)
         error.part = self._judge(number)
         return error
 
-    def _judge(self, number: int | None) -> str:
+    def _judge(self, number: int) -> str:
         """Return the part of a request in the end of the process."""
         if self._opening is not None:
             return GUILTY if number == self._opening else INNOCENT

@@ -37,6 +37,8 @@ _NICE = 5
 # Seconds between two looks whether the try is cancelled
 _INTERVAL = 0.1
 _REFUSED, _UNSTARTED = 3, 4  # exit statuses
+# Libraries look for GPUs when they are loaded, which takes time and memory
+_WITHOUT_GPU = {"CUDA_VISIBLE_DEVICES": "", "ROCR_VISIBLE_DEVICES": ""}
 _TIME_SIGNALS = (signal.SIGPROF, signal.SIGXCPU, signal.SIGALRM)
 
 
@@ -84,7 +86,7 @@ def _run_within(
 def _run(
     command: Sequence[str], source: BinaryIO, log: BinaryIO, is_cancelled: Callable[[], bool]
 ) -> bytes:
-    environment = {**os.environ, "PYTHONSAFEPATH": "1"}
+    environment = {**os.environ, **_WITHOUT_GPU, "PYTHONSAFEPATH": "1"}
     process = subprocess.Popen(
         command,
         stdin=source,

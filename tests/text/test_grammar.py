@@ -21,8 +21,8 @@ from tests.process import run
 from tests.text.hostile_schema import SCHEMAS
 
 ENDLESS = {"type": "integer", "multipleOf": 9_999_991, "minimum": 0}
-# Of Python, llama.cpp and the model of bytes, before the limits are set
-START_SECONDS, START_MEMORY = 1.0, 160 << 20
+# Of Python, llama.cpp and the model of bytes, before the limits are set, and of the first try
+START_SECONDS, START_MEMORY = 1.5, 160 << 20
 
 
 @pytest.mark.integration
