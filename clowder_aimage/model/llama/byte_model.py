@@ -10,11 +10,12 @@ import math
 import struct
 from collections.abc import Sequence
 
-from clowder_aimage.formats.gguf_header import ARRAY, FLOAT32, INT32, MAGIC, STRING, UINT32
 from clowder_aimage.model.text.token_table import BYTES
 
 CONTEXT = 1024  # tokens
 _WIDTH, _ALIGNMENT = 32, 32
+# Not of formats/gguf_header.py, whose import takes a third of the time of a process
+_UINT32, _INT32, _FLOAT32, _STRING, _ARRAY = 4, 5, 6, 8, 9  # enum gguf_metadata_value_type
 _NORMAL, _CONTROL = 1, 3  # enum llama_token_type
 _F32 = 0  # enum ggml_type
 _MATRICES = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
@@ -30,7 +31,7 @@ def build_byte_model() -> bytes:
         sides = b"".join(struct.pack("<Q", side) for side in shape)
         infos.append(_text(name) + _number(len(shape)) + sides + struct.pack("<IQ", _F32, offset))
         offset += 4 * math.prod(shape)
-    head = MAGIC + struct.pack("<IQQ", 3, len(infos), len(pairs)) + b"".join((*pairs, *infos))
+    head = b"GGUF" + struct.pack("<IQQ", 3, len(infos), len(pairs)) + b"".join((*pairs, *infos))
     return head + bytes(-len(head) % _ALIGNMENT) + bytes(offset)
 
 
@@ -61,13 +62,13 @@ def _list_metadata(tokens: Sequence[str]) -> list[bytes]:
     kinds = [_NORMAL] * (count - 2) + [_CONTROL] * 2
     epsilon = struct.pack("<f", 1e-5)
     return [
-        *(_pair(key, STRING, _text(value)) for key, value in texts.items()),
-        *(_pair(key, UINT32, _number(value)) for key, value in numbers.items()),
-        _pair("llama.attention.layer_norm_rms_epsilon", FLOAT32, epsilon),
-        _list("tokenizer.ggml.tokens", STRING, [_text(token) for token in tokens]),
-        _list("tokenizer.ggml.token_type", INT32, [_number(kind) for kind in kinds]),
+        *(_pair(key, _STRING, _text(value)) for key, value in texts.items()),
+        *(_pair(key, _UINT32, _number(value)) for key, value in numbers.items()),
+        _pair("llama.attention.layer_norm_rms_epsilon", _FLOAT32, epsilon),
+        _list("tokenizer.ggml.tokens", _STRING, [_text(token) for token in tokens]),
+        _list("tokenizer.ggml.token_type", _INT32, [_number(kind) for kind in kinds]),
         # One at least is required
-        _list("tokenizer.ggml.merges", STRING, [_text("a a")]),
+        _list("tokenizer.ggml.merges", _STRING, [_text("a a")]),
     ]
 
 
@@ -76,7 +77,7 @@ def _pair(key: str, kind: int, value: bytes) -> bytes:
 
 
 def _list(key: str, kind: int, items: Sequence[bytes]) -> bytes:
-    return _pair(key, ARRAY, struct.pack("<IQ", kind, len(items)) + b"".join(items))
+    return _pair(key, _ARRAY, struct.pack("<IQ", kind, len(items)) + b"".join(items))
 
 
 def _text(value: str) -> bytes:

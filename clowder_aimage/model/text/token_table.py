@@ -7,8 +7,10 @@ byte-level BPE (GPT-2), SentencePiece with byte fallback, and BPE with a suffix 
 from __future__ import annotations
 
 import re
+from typing import TYPE_CHECKING
 
-from clowder_aimage.model.tokenizer_backend import TokenizerBackend
+if TYPE_CHECKING:
+    from clowder_aimage.model.tokenizer_backend import TokenizerBackend
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 # SentencePiece's mark of a space
