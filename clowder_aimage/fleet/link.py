@@ -297,17 +297,25 @@ class FleetLink:
         """Return True if a stream has only its reserve of space."""
         return self._space.get(stream, 1) <= 0
 
-    def take_space(self, size: int = 0) -> None:
-        """Count the bytes of the body of a new job until the streams are looked at again.
+    def check_space(self) -> None:
+        """Raise ApiError (503) while a stream of jobs and their responses has only its reserve."""
+        for name in sorted(self._space.keys() - {self.names.files, self.names.dead}):
+            self._check_space(name, 1)
 
-        Raises ApiError (503) if a stream of jobs and their responses has only its reserve.
+    def take_space(self, size: int) -> None:
+        """Count the bytes of a body that jobs store until the streams are looked at again.
+
+        Raises ApiError (503) if there are too few before the reserve of a stream that it needs.
         """
         for name in sorted(self._space.keys() - {self.names.files, self.names.dead}):
-            needed = size if name == self.names.bodies else 0
-            if self._space[name] <= needed:
-                message = f"the stream {name} of the fleet is almost full; try again later"
-                raise build_unavailable_error(message)
-            self._space[name] -= needed
+            self._check_space(name, size if name == self.names.bodies else 1)
+        if self.names.bodies in self._space:
+            self._space[self.names.bodies] -= size
+
+    def _check_space(self, stream: str, size: int) -> None:
+        if self._space[stream] < size:
+            message = f"the stream {stream} of the fleet is almost full; try again later"
+            raise build_unavailable_error(message)
 
     async def _connect(self) -> None:
         """Keep the connection; replace a client that was closed, ever later if it ends soon."""

@@ -139,17 +139,12 @@ def _build_gateway_permissions(names: FleetNames) -> Permissions:
             *_api("STREAM.INFO", *stored, names.bodies, names.dead, *buckets),
             *_api("STREAM.MSG.GET", *stored, *buckets),
             *_api("STREAM.MSG.DELETE", jobs),
-            *_api("STREAM.PURGE", names.files, names.bodies, names.logs),
+            *_api("STREAM.PURGE", names.files, names.bodies, names.logs, batches),
             *_api("CONSUMER.LIST", jobs),
             *_api("CONSUMER.INFO", f"{jobs}.>"),
             *_api("CONSUMER.DURABLE.CREATE", f"{jobs}.>"),
             *_api("CONSUMER.CREATE", f"{jobs}.>"),
             *_api("DIRECT.GET", *map(_entries, (names.workers, names.keys, names.batches))),
-            # The list of the keys of a bucket
-            *_api("CONSUMER.CREATE", batches, f"{batches}.>"),
-            *_api("CONSUMER.INFO", f"{batches}.>"),
-            *_api("CONSUMER.DELETE", f"{batches}.>"),
-            f"$JS.FC.{batches}.>",
         ),
         subscribe=(
             f"_INBOX_{GATEWAY}.>",

@@ -815,12 +815,13 @@ def test_new_work_leaves_a_reserve_of_each_stream(
         assert link.is_almost_full(stream) is (stored >= 900)
         if is_refused:
             with pytest.raises(ApiError, match=stream) as caught:
-                link.take_space()
+                link.check_space()
             assert caught.value.status == 503 and caught.value.headers["Retry-After"]
             return
+        link.check_space()
         link.take_space(90)
-        # Jobs count until the streams are looked at again
-        with pytest.raises(ApiError, match="almost full"):
+        # Bodies count until the streams are looked at again
+        with pytest.raises(ApiError, match="aimage-bodies"):
             link.take_space(900)
 
     asyncio.run(check())

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 
 from nats.js.errors import (
     APIError,
@@ -24,6 +25,7 @@ from clowder_aimage.api.batch.store import (
     build_space_error,
     is_id,
 )
+from clowder_aimage.engine.batch_line import OVER
 from clowder_aimage.errors import FormatError, NotFoundError
 from clowder_aimage.fleet.field import is_id as is_part
 from clowder_aimage.fleet.frame import CHUNK
@@ -42,6 +44,8 @@ from clowder_aimage.http.api_error import ApiError
 _CLOCK = "clock"
 # Seconds after which the server's time is asked for again.
 _FRESH = 600.0
+# Records that are read at once, and those that are remembered, of some 2 kB each
+_AT_ONCE, _MAX_RECORDS = 16, 20_000
 # Records that are logged as left out
 _MAX_LOGGED = 1000
 _log = logging.getLogger("aimage.fleet")
@@ -68,6 +72,9 @@ class FleetBatchStore:
         self._link, self._names = link, link.names
         # Ids of records that were logged.
         self._rejected: set[RecordKey] = set()
+        # Records of files and of batches that have ended, which nobody changes
+        self._final: dict[RecordKey, Record] = {}
+        self._reading = asyncio.Semaphore(_AT_ONCE)
         # The server's time, and ours without epoch.
         self._clock: tuple[float, float] | None = None
 
@@ -78,7 +85,7 @@ class FleetBatchStore:
             with self._converting_errors():
                 # A stored message has the time of the server.
                 await (await self._open_bucket()).put(_CLOCK, b"")
-                subject = f"$KV.{self._names.batches}.{_CLOCK}"
+                subject = self._build_subject(_CLOCK)
                 stream = f"KV_{self._names.batches}"
                 message = await self._link.streams.get_msg(stream, subject=subject)
                 assert message.time is not None  # noqa: S101 - every message has one
@@ -125,39 +132,47 @@ class FleetBatchStore:
                 raise ChangedRecordError(f"{id} was changed by another gateway") from None
 
     async def remove(self, owner: str, id: str) -> None:  # noqa: A002
-        """Remove a record."""
+        """Remove a record; unlike a deletion of NATS's buckets, nothing remains in its place."""
         with self._converting_errors():
-            await (await self._open_bucket()).purge(_format_key(owner, id))
+            subject = self._build_subject(_format_key(owner, id))
+            await self._link.streams.purge_stream(f"KV_{self._names.batches}", subject=subject)
 
     async def list_records(self, owner: str) -> list[Record]:
-        """Return the records of an owner by id: the server sends no others."""
-        with self._converting_errors():
-            entries = [entry async for entry in self._iter_entries(_format_key(owner, "*"))]
-        parsed = (self._parse(entry, _parse_key(entry.key)) for entry in entries)
-        records = [record for record in parsed if record is not None]
-        return sorted(records, key=lambda record: str(record["object"]["id"]))
+        """Return the records of an owner by id; those that cannot change are read once."""
+        keys = await self._list_keys(owner or NOBODY)
+        records = await asyncio.gather(*(self._read_again(key) for key in keys))
+        return [record for record in records if record is not None]
+
+    async def _read_again(self, key: RecordKey) -> Record | None:
+        if (final := self._final.get(key)) is not None:
+            return final
+        async with self._reading:
+            stored = await self.read(*key)
+        if stored is None:
+            return None
+        entry = stored[0]["object"]
+        if entry["object"] == "file" or entry["status"] in OVER:
+            if len(self._final) >= _MAX_RECORDS:
+                self._final.clear()
+            self._final[key] = stored[0]
+        return stored[0]
 
     async def list_keys(self) -> list[RecordKey]:
         """Return the keys of all records by id."""
+        return await self._list_keys("*")
+
+    async def _list_keys(self, owner: str) -> list[RecordKey]:
+        """Return the keys of an owner by id. The server counts the messages of each subject."""
+        start = self._build_subject("")
         with self._converting_errors():
-            entries = [entry async for entry in self._iter_entries("*.*", meta_only=True)]
-        keys = [_parse_key(entry.key) for entry in entries]
+            stream = await self._link.streams.stream_info(
+                f"KV_{self._names.batches}", subjects_filter=f"{start}{owner}.*"
+            )
+        keys = [_parse_key(name.removeprefix(start)) for name in stream.state.subjects or ()]
         return sorted(filter(_is_valid, keys), key=lambda key: key[1])
 
-    async def _iter_entries(
-        self, pattern: str, *, meta_only: bool = False
-    ) -> AsyncIterator[KeyValue.Entry]:
-        """Yield the entries of the bucket whose keys match a pattern."""
-        bucket = await self._open_bucket()
-        watcher = await bucket.watch(pattern, ignore_deletes=True, meta_only=meta_only)
-        try:
-            # None marks the end of those that were there
-            async for entry in watcher:
-                if entry is None:
-                    return
-                yield entry
-        finally:
-            await watcher.stop()  # type: ignore[no-untyped-call]
+    def _build_subject(self, key: str) -> str:
+        return f"$KV.{self._names.batches}.{key}"
 
     async def put(self, name: str, data: bytes) -> None:
         """Store a chunk as messages."""

@@ -63,6 +63,7 @@ from clowder_aimage.http.api_error import (
 )
 from clowder_aimage.http.background import run_in_background, run_in_daemon_thread
 from clowder_aimage.http.caller import identify_caller
+from clowder_aimage.http.caller_ledger import CallerBounds
 from clowder_aimage.http.local_request import Request
 from clowder_aimage.oci import Digest, Reference
 
@@ -90,8 +91,8 @@ class _AdmittedJob:
 class JobGateway:
     """Puts jobs on the queue and passes the responses on.
 
-    ``deadline`` is in seconds; ``most`` jobs wait in the queue of this gateway at most. ``resolve``
-    returns the digest that a registry has for a name.
+    ``deadline`` is in seconds; ``most`` jobs wait in the queue of this gateway at most. ``bounds``
+    are those of each caller. ``resolve`` returns the digest that a registry has for a name.
     """
 
     def __init__(
@@ -102,13 +103,14 @@ class JobGateway:
         *,
         deadline: float = FOR_EVER,
         most: int = 1000,
+        bounds: CallerBounds | None = None,
         resolve: Callable[[Reference], Digest],
     ) -> None:
         self._link, self._watch, self._metrics = link, watch, metrics
         self._resolve = resolve
         self._deadline = None if deadline == FOR_EVER else deadline
         self.queue = FairQueue(self.compute_window, most)
-        self._jobs = JobQueue(link, watch.workers.has)
+        self._jobs = JobQueue(link, watch.workers.has, (bounds or CallerBounds()).body_bytes)
         self._discarding = set[asyncio.Task[None]]()
 
     def compute_window(self, digest: str = "") -> int:

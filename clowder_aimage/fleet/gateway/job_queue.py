@@ -21,6 +21,8 @@ from clowder_aimage.fleet.job.run import ACK_WAIT
 from clowder_aimage.fleet.link import LOST, MESSAGE_ID, FleetLink, FullStoreError
 from clowder_aimage.fleet.ticket import JobTicket
 from clowder_aimage.http.api_error import ApiError
+from clowder_aimage.http.caller import compute_name
+from clowder_aimage.http.caller_ledger import Bound, CallerBounds
 
 # Seconds after which a queue that no worker asks loses its consumer.
 IDLE = 3600.0
@@ -48,10 +50,16 @@ class QueuedJob:
 
 
 class JobQueue:
-    """Puts jobs on the queue, and removes them. ``is_alive`` says if a worker is there."""
+    """Puts jobs on the queue, and removes them. ``is_alive`` says if a worker is there.
 
-    def __init__(self, link: FleetLink, is_alive: Callable[[str], bool]) -> None:
+    ``bound`` is that of the bytes of a caller's bodies, of all gateways.
+    """
+
+    def __init__(
+        self, link: FleetLink, is_alive: Callable[[str], bool], bound: Bound | None = None
+    ) -> None:
         self._link, self._is_alive = link, is_alive
+        self._bound = bound or CallerBounds().body_bytes
         # The time at which each consumer was made, or was there.
         self._consumers: dict[tuple[str, str], float] = {}
 
@@ -65,7 +73,7 @@ class JobQueue:
         subject = names.build_job_subject(job.priority, queued.digest, job.caller)
         payload, headers = job.encode(), {JOB: job.id, TICKET: queued.ticket.encode()}
         if len(payload) > INLINE:
-            queued.body = queued.body or await self._upload(payload)
+            queued.body = queued.body or await self._upload(payload, job.caller)
             headers[BODY], payload = queued.body.encode(), b""
         number = queued.publications
         headers[MESSAGE_ID] = f"{job.id} {number}" if number else job.id
@@ -76,11 +84,20 @@ class JobQueue:
     async def _publish(self, subject: str, data: bytes = b"") -> None:
         await self._link.publish(subject, data, self._link.sign(subject, data))
 
-    async def _upload(self, payload: bytes) -> StoredBody:
-        """Store the chunks of an encoded job under a new id."""
-        body = StoredBody.of(payload, secrets.token_hex(16))
+    async def _upload(self, payload: bytes, caller: str) -> StoredBody:
+        """Store the chunks of an encoded job under a new id, which begins with its caller's name.
+
+        Raises ApiError (429): the caller has too many bytes in the stream.
+        """
+        name, names = compute_name(caller), self._link.names
+        subjects = names.build_body_subject("*", "*")
+        stream = await self._link.streams.stream_info(names.bodies, subjects_filter=subjects)
+        uploads = (subject.split(".")[-2] for subject in stream.state.subjects or ())
+        chunks = sum(upload.startswith(name) for upload in uploads)
+        self._bound.check(chunks * CHUNK + len(payload))
+        body = StoredBody.of(payload, name + secrets.token_hex(8))
         for number, start in enumerate(range(0, len(payload), CHUNK)):
-            subject = self._link.names.build_body_subject(body.upload, number)
+            subject = names.build_body_subject(body.upload, number)
             headers = {MESSAGE_ID: f"{body.upload} {number}"}
             await self._link.store(subject, payload[start : start + CHUNK], headers)
         return body

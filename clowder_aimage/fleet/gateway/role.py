@@ -25,13 +25,14 @@ from clowder_aimage.fleet.gateway.parsed_request import ParsedRequest, RequestVa
 from clowder_aimage.fleet.gateway.settings import GatewaySettings
 from clowder_aimage.fleet.gateway.status import FleetStatus
 from clowder_aimage.fleet.gateway.worker_call import WorkerCalls, select_first
+from clowder_aimage.fleet.job.envelope import INLINE
 from clowder_aimage.fleet.link import FleetLink
 from clowder_aimage.fleet.worker_registry import WorkerWatch
 from clowder_aimage.http.api_error import RETRY_AFTER, ApiError
 from clowder_aimage.http.background import run_in_background
-from clowder_aimage.http.caller_ledger import CallerBounds, CallerLedger, Hold
+from clowder_aimage.http.caller_ledger import CallerBounds, CallerLedger
 from clowder_aimage.http.local_call import LocalCalls
-from clowder_aimage.http.local_request import Request
+from clowder_aimage.http.local_request import LocalRequest, Request
 from clowder_aimage.http.metrics_role import MetricsRole
 from clowder_aimage.http.route import ADMIN, INFER, Exchange, Role, Route, serve, share
 from clowder_aimage.oci import Digest, Reference
@@ -53,11 +54,13 @@ class GatewayRole(Role):
     ) -> None:
         self._link, self._metrics = link, metrics
         self._watch = WorkerWatch(link, metrics.rejected.labels(STATUS).inc)
-        self._gateway = JobGateway(link, self._watch, metrics, resolve=resolve, **options)
+        self._ledger = CallerLedger(bounds or CallerBounds.of(GatewaySettings()))
+        self._gateway = JobGateway(
+            link, self._watch, metrics, bounds=self._ledger.bounds, resolve=resolve, **options
+        )
         self._calls = WorkerCalls(link, self._watch.workers, metrics.rejected.labels(ANSWER).inc)
         self._validator = RequestValidator(self._find_kind)
         calls = LocalCalls(self, advice)
-        self._ledger = CallerLedger(bounds or CallerBounds.of(GatewaySettings()))
         self._batches = BatchRunner(
             FleetBatchStore(link),
             calls,
@@ -124,8 +127,9 @@ class GatewayRole(Role):
         parsed = await self._validator.read(request)
         if parsed.unloads:
             return await self._unload(request, parsed)
-        body = request.get("body")
-        self._link.take_space(body.amount if isinstance(body, Hold) else 0)
+        size = request.size if isinstance(request, LocalRequest) else request["body"].amount
+        # Smaller ones are in the message of the job
+        self._link.take_space(size if size > INLINE else 0)
         return await self._gateway.answer(request, parsed, headers)
 
     async def _unload(self, request: Request, parsed: ParsedRequest) -> web.StreamResponse:
@@ -145,7 +149,7 @@ class GatewayRole(Role):
         reasons = []
         try:
             self._link.check()
-            self._link.take_space()
+            self._link.check_space()
         except AImageError as error:
             reasons = [{"reason": error.message}]
         if self._is_draining:
