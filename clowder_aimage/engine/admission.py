@@ -130,6 +130,10 @@ class DeadlineError(AImageError):
     """A request exceeded its deadline."""
 
 
+class ComputeDeadlineError(DeadlineError):
+    """A request was computed for longer than its limit, and would be again."""
+
+
 class DiedError(ModelError):
     """The process of a model died.
 

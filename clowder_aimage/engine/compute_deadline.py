@@ -10,7 +10,7 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Callable
 
-from clowder_aimage.engine.admission import FOR_EVER, DeadlineError
+from clowder_aimage.engine.admission import FOR_EVER, ComputeDeadlineError
 from clowder_aimage.generation.request import GenerateRequest
 from clowder_aimage.oci import Digest
 
@@ -22,7 +22,7 @@ _MODELS = 100
 class ComputeDeadline:
     """Interrupts a request that computes for too long. ``computed``: the seconds so far."""
 
-    def __init__(self, interrupt: Callable[[DeadlineError], None], computed: float) -> None:
+    def __init__(self, interrupt: Callable[[ComputeDeadlineError], None], computed: float) -> None:
         self._interrupt, self._loop = interrupt, asyncio.get_running_loop()
         self._begin = self._loop.time() - computed
         self._timer: asyncio.TimerHandle | None = None
@@ -31,7 +31,7 @@ class ComputeDeadline:
         """Set or change the time of the request. ``subject`` and ``advice`` are for the error."""
         self.cancel()
         if seconds != FOR_EVER:
-            error = DeadlineError(
+            error = ComputeDeadlineError(
                 f"the {subject} has been computed for {seconds:g} seconds, its limit; {advice}"
             )
             self._timer = self._loop.call_at(self._begin + seconds, self._interrupt, error)

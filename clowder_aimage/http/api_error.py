@@ -15,6 +15,7 @@ from clowder_aimage import errors
 from clowder_aimage.engine.admission import (
     BusyError,
     CallerBusyError,
+    ComputeDeadlineError,
     DeadlineError,
     DiedError,
     StoppedError,
@@ -122,7 +123,7 @@ def convert_error(error: AImageError, interface: str = OPENAI) -> ApiError:
     if isinstance(error, StoreError):
         is_busy = isinstance(error, StoreBusyError)
         message = "the store is in use" if is_busy else "cannot access the store"
-    headers = dict([NO_RETRY]) if isinstance(error, DeadlineError | DiedError) else {}
+    headers = dict([NO_RETRY]) if isinstance(error, ComputeDeadlineError | DiedError) else {}
     if status in (429, 503):
         headers["Retry-After"] = str(getattr(error, "retry_after", RETRY_AFTER))
     return ApiError(status, message, code=code, headers=headers)

@@ -347,18 +347,21 @@ def test_a_failing_worker_is_replaced_and_a_poisoned_job_given_up(
     play(scene)
 
 
-async def killed(request: Request, body: dict[str, Any]) -> web.StreamResponse:
-    error = {"error": {"message": "the model process exited"}}
-    return web.json_response(error, status=500, headers=dict([NO_RETRY]))
+@pytest.mark.parametrize(("status", "again"), [(500, False), (504, False), (504, True)])
+def test_a_job_that_would_fail_again_goes_to_no_other_worker(
+    play: Play, status: int, again: bool
+) -> None:
+    """Its process died for it, or it was computed for too long."""
 
+    async def fail(request: Request, body: dict[str, Any]) -> web.StreamResponse:
+        headers = {} if again else dict([NO_RETRY])
+        return web.json_response({"error": {"message": "no"}}, status=status, headers=headers)
 
-def test_a_job_whose_process_died_for_it_goes_to_no_other_worker(play: Play) -> None:
     async def scene(fleet: FleetRun) -> None:
-        one, two = ScriptedRole(killed), ScriptedRole(killed)
+        one, two = ScriptedRole(fail), ScriptedRole(fail)
         async with fleet.gateway() as url, fleet.worker("one", one), fleet.worker("two", two):
             await fleet.know(url, 2)
-            status, value = await fleet.ask(url, "poison")
-            assert status == 500 and value == {"error": {"message": "the model process exited"}}
+            assert await fleet.ask(url, "poison") == (status, {"error": {"message": "no"}})
             assert len(one.served) + len(two.served) == 1
 
     play(scene)

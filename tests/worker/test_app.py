@@ -22,7 +22,13 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from clowder_aimage.api.service import make_service
 from clowder_aimage.api.worker_role import WorkerRole
-from clowder_aimage.engine.admission import BusyError, DeadlineError, DiedError, StoppedError
+from clowder_aimage.engine.admission import (
+    BusyError,
+    ComputeDeadlineError,
+    DeadlineError,
+    DiedError,
+    StoppedError,
+)
 from clowder_aimage.engine.settings import Settings
 from clowder_aimage.errors import (
     FormatError,
@@ -92,6 +98,7 @@ def failing(tmp_path: Path) -> Callable[..., Any]:
         (BusyError(9, 30), 503, "overloaded"),
         (StoppedError("it was stopped"), 503, "unavailable"),
         (DeadlineError("too long"), 504, "deadline_exceeded"),
+        (ComputeDeadlineError("too long"), 504, "deadline_exceeded"),
         (NotFoundError("not here"), 404, "model_not_found"),
         (UsageError("no size", hint="write 16x16"), 400, "invalid_value"),
         (UnauthorizedError("who are you"), 502, "registry_unauthorized"),
@@ -114,7 +121,7 @@ def test_each_error_maps_to_a_status_and_an_error_object(
     assert set(body["error"]) == {"message", "type", "param", "code"}
     assert (body["error"]["code"], body["error"]["param"]) == (code, None)
     assert ("Retry-After" in headers) == (status == 503)
-    is_final = isinstance(error, DeadlineError | DiedError)
+    is_final = isinstance(error, ComputeDeadlineError | DiedError)
     assert headers.get("X-Should-Retry") == ("false" if is_final else None)
     said = capsys.readouterr()
     assert SECRET not in json.dumps(body) + said.out + said.err
