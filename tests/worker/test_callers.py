@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from clowder_aimage.api.batch.run import BatchRunner
 from clowder_aimage.api.batch.store import DirectoryBatchStore
 from clowder_aimage.content.file_system import Space
 from clowder_aimage.engine.admission import compute_share
+from clowder_aimage.engine.batch_client import BatchClient
 from clowder_aimage.engine.batch_line import OVER
 from clowder_aimage.http.api_error import ApiError
 from clowder_aimage.http.app import build_app
@@ -301,6 +303,29 @@ def test_an_administrator_sees_and_ends_the_work_of_others(tmp_path: Path) -> No
             assert (await ask(MINE, "GET", f"/v1/files/{name}"))[0] == 404
 
     play(scene)
+
+
+def test_a_client_of_batches_takes_none_of_another_token() -> None:
+    batch = {"object": "batch", "id": "batch_1", "status": "completed", "input_file_id": "file-1"}
+    begun = list[str]()
+
+    class Client:
+        endpoint = "x"
+
+        def ask(self, method: str, path: str, body: Any = None) -> Any:
+            if method == "POST":
+                begun.append(body["metadata"]["aimage_batch"])
+                return {**batch, "id": "batch_2"}
+            digest = hashlib.sha256(b"name\nline").hexdigest()
+            foreign = {**batch, "metadata": {"aimage_batch": digest}, "owner": compute_name(MINE)}
+            return {"object": "list", "data": [foreign], "has_more": False}
+
+        def upload(self, *_: object) -> Any:
+            return {"object": "file", "id": "file-2"}
+
+    client: Any = Client()
+    opened = BatchClient(client, "name").open(b"line", "/v1/completions")
+    assert opened.value["id"] == "batch_2" and begun
 
 
 def test_the_work_of_a_revoked_token_stops_at_the_next_line(tmp_path: Path) -> None:
