@@ -24,6 +24,7 @@ from clowder_aimage.engine.admission import (
     EngineLimits,
 )
 from clowder_aimage.engine.event import Event, ImageEvent, ModelRequest, PreviewEvent, StartedEvent
+from clowder_aimage.engine.request_text import RequestTexts
 from clowder_aimage.errors import AImageError, ModelError, NoMemoryError, StuckError
 from clowder_aimage.generation.encoding import PictureEncoding
 from clowder_aimage.generation.request import GenerateRequest
@@ -73,7 +74,8 @@ class Runner:
         # It was killed because it did not end a cancelled request
         self._is_hung = False
         self._numbers = itertools.count(1)
-        self._logging = asyncio.create_task(log_lines(process))
+        self._texts = RequestTexts()
+        self._logging = asyncio.create_task(log_lines(process, self._texts.occur_in))
         self.ended = asyncio.create_task(process.wait())
         self._receiving = asyncio.create_task(self._receive_all())
         self.cancellations: set[asyncio.Task[None]] = set()
@@ -155,7 +157,9 @@ class Runner:
         number = next(self._numbers)
         is_done = False
         self._replies[number] = asyncio.Queue()
-        self.send({"id": number, "reference": reference, **_build_command(request, encoding)})
+        command = _build_command(request, encoding)
+        self._texts.add(command["request"])
+        self.send({"id": number, "reference": reference, **command})
         try:
             while True:
                 message, data = await self.receive(number)
@@ -371,8 +375,10 @@ async def start_process(command: Sequence[str]) -> asyncio.subprocess.Process:
     )
 
 
-async def log_lines(process: asyncio.subprocess.Process) -> None:
-    """Log the lines that a process writes to standard error."""
+async def log_lines(
+    process: asyncio.subprocess.Process, is_confidential: Callable[[str], bool] = lambda _: False
+) -> None:
+    """Log the lines that a process writes to standard error; of a confidential one only that."""
     assert process.stderr is not None  # noqa: S101 - it is a pipe
     while True:
         try:
@@ -383,4 +389,5 @@ async def log_lines(process: asyncio.subprocess.Process) -> None:
         if not line:
             return
         if text := line.decode("utf-8", "replace").strip():
+            text = "(a line with a text of a request)" if is_confidential(text) else text
             _log.warning("model process %d: %s", process.pid, text)
