@@ -202,6 +202,15 @@ class BatchRoutes:
         fields = read_object(await request.read())
         body = check_ignored(check_fields(fields, BatchBody), strict=is_strict(request))
         owner = identify_owner(request)
+        async with self._lock(owner):
+            # A refusal because of the bounds costs least
+            await self._admit(owner)
+            batch = await self._begin(request, body, owner)
+        self._runner.has_news.set()
+        return web.json_response(batch, headers=body.headers)
+
+    async def _begin(self, request: web.Request, body: BatchBody, owner: str) -> dict[str, Any]:
+        """Store a new batch. Raises ApiError."""
         file, _ = await read_record(self._store, body.input_file_id, owner, param="input_file_id")
         if file["object"]["purpose"] != INPUT:
             raise build_field_error("input_file_id", f"must be a file with the purpose {INPUT}")
@@ -221,11 +230,8 @@ class BatchRoutes:
             "errors": [],
             "sizes": {"outputs": 0, "errors": 0},
         }
-        async with self._lock(owner):
-            await self._admit(owner)
-            await self._store.write(batch["id"], record, 0)
-        self._runner.has_news.set()
-        return web.json_response(batch, headers=body.headers)
+        await self._store.write(batch["id"], record, 0)
+        return batch
 
     async def _admit(self, owner: str) -> None:
         """Make room for a batch of an owner. Raises ApiError (413, 429)."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import secrets
 import time
@@ -58,6 +59,15 @@ def is_almost_full(directory: Path, reserve: int) -> bool:
     """Return True if a disk has less space than its reserve, at most a twentieth of it."""
     space = measure_space(directory)
     return space is not None and space.free < min(reserve, space.total // 20)
+
+
+def _list_names(directory: Path) -> list[str]:
+    """Return the names in a directory; none if it is missing."""
+    try:
+        with os.scandir(directory) as entries:
+            return [entry.name for entry in entries]
+    except FileNotFoundError:
+        return []
 
 
 def is_id(text: str) -> bool:
@@ -198,11 +208,14 @@ class DirectoryBatchStore:
         """Return the keys of all records by id."""
         return await run_io(self._list_keys)
 
-    def _list_keys(self, folder: str = "*") -> list[RecordKey]:
+    def _list_keys(self, *folders: str) -> list[RecordKey]:
         with translate_store_errors(self._root):
             keys = [
-                ("" if path.parent.name == NOBODY else path.parent.name, path.stem)
-                for path in self._directory.glob(f"{folder}/*.json")
+                ("" if folder == NOBODY else folder, name.removesuffix(".json"))
+                for folder in folders or _list_names(self._directory)
+                # The others are chunks
+                if "." not in folder
+                for name in _list_names(self._directory / folder)
             ]
         return sorted((key for key in keys if is_id(key[1])), key=lambda key: key[1])
 
