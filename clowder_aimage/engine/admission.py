@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -124,6 +125,27 @@ class CallerBusyError(BusyError):
 def compute_share(places: int) -> int:
     """Return the number of a queue's places that one caller may have: others have the rest."""
     return max(1, places - max(1, places // 4)) if places else 0
+
+
+class PlaceCounter:
+    """Counts the places that requests take, by the callers of their contexts."""
+
+    def __init__(self) -> None:
+        self._callers = Counter[str]()
+
+    def enter(self, limit: int, refuse: Callable[[int], BusyError]) -> None:
+        """Take one of ``limit`` places. Raises BusyError: that of ``refuse`` if all are taken."""
+        caller, taken = CALLER.get(), self._callers.total()
+        if taken >= limit:
+            raise refuse(taken)
+        count = self._callers[caller]
+        if caller and count >= compute_share(limit):
+            raise CallerBusyError(count, refuse(count).retry_after)
+        self._callers[caller] += 1
+
+    def leave(self) -> None:
+        """Leave a place, in the context of the request that took it."""
+        self._callers[CALLER.get()] -= 1
 
 
 class DeadlineError(AImageError):

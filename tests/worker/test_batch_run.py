@@ -161,6 +161,29 @@ def test_any_error_of_a_request_ends_the_batch(
     play(scene())
 
 
+def test_answers_that_cannot_become_a_file_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(*_: object, **__: object) -> None:
+        raise KeyError
+
+    async def scene() -> None:
+        store = DirectoryBatchStore(tmp_path)
+        name = await add(store, "a")
+        monkeypatch.setattr(batch_run, "add_file", refuse)
+        server = ScriptedApp(lambda _: (200, b"{}"))
+        async with running(BatchRunner(store, server, lambda: 1)):  # type: ignore[arg-type]
+            batch = (await ended(store, name))["object"]
+            assert (batch["status"], batch["output_file_id"]) == ("failed", None)
+
+            async def has_input_only() -> bool:
+                return len(list(tmp_path.rglob("*.piece"))) == 1
+
+            await until_async(has_input_only)
+
+    play(scene())
+
+
 @pytest.mark.parametrize(
     ("change", "is_damaged", "status"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import hashlib
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
@@ -24,7 +25,7 @@ from clowder_aimage.api.batch.routes import BatchRoutes
 from clowder_aimage.api.batch.run import BatchRunner
 from clowder_aimage.api.batch.store import DirectoryBatchStore
 from clowder_aimage.content.file_system import Space
-from clowder_aimage.engine.admission import compute_share
+from clowder_aimage.engine.admission import CALLER, BusyError, PlaceCounter, compute_share
 from clowder_aimage.engine.batch_client import BatchClient
 from clowder_aimage.engine.batch_line import OVER
 from clowder_aimage.http.api_error import ApiError
@@ -418,6 +419,34 @@ def test_an_account_has_open_and_recent_batches(status: str, age: int, expected:
 @pytest.mark.parametrize(("places", "share"), [(0, 0), (1, 1), (2, 1), (3, 2), (8, 6), (1000, 750)])
 def test_others_have_places_in_a_queue(places: int, share: int) -> None:
     assert compute_share(places) == share
+
+
+def test_places_are_left_to_other_callers() -> None:
+    places = PlaceCounter()
+
+    def enter(caller: str) -> str:
+        CALLER.set(caller)
+        try:
+            places.enter(4, lambda count: BusyError(count, 5))
+        except BusyError as error:
+            return type(error).__name__
+        return ""
+
+    assert [contextvars.copy_context().run(enter, caller) for caller in "aaaabc"] == [
+        *("", "", "", "CallerBusyError"),
+        *("", "BusyError"),
+    ]
+
+    def leave(caller: str) -> None:
+        CALLER.set(caller)
+        places.leave()
+
+    contextvars.copy_context().run(leave, "a")
+    assert contextvars.copy_context().run(enter, "c") == ""
+    # Without tokens all are one caller, who has all places
+    alone = PlaceCounter()
+    for _ in range(4):
+        alone.enter(4, lambda count: BusyError(count, 5))
 
 
 @pytest.mark.parametrize(

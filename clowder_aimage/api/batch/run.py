@@ -26,6 +26,7 @@ from clowder_aimage.api.batch.stored_file import (
     OUTPUT,
     add_chunk,
     add_file,
+    iter_chunk_names,
     iter_lines,
     remove_expired,
 )
@@ -59,6 +60,8 @@ _AT_ONCE = 4
 # Seconds before a request is repeated because the server was busy
 PAUSE = 1.0
 _BUSY = (429, 503)
+# The members of a batch that name the files of its answers
+_MEMBERS = {"outputs": "output_file_id", "errors": "error_file_id"}
 _INTERNAL = "the server failed; see its log"
 _log = logging.getLogger("aimage.batch")
 
@@ -240,6 +243,14 @@ class BatchRun:
             if isinstance(again, _StoppedBatchError) or _is_passing(again):
                 raise
             await self._end(reason)
+            await self._drop_answers()
+
+    async def _drop_answers(self) -> None:
+        """Remove the stored answers that have not become a file."""
+        for kind, member in _MEMBERS.items():
+            if self.batch[member] is None:
+                for name in iter_chunk_names(self.record[kind]):
+                    await self.runner.store.drop(name)
 
     @tenacity.retry(retry=tenacity.retry_if_exception_type(ChangedRecordError))
     async def _save(self) -> None:
@@ -456,7 +467,7 @@ class BatchRun:
             now = await self.runner.store.read_clock()
             self.record["files"] = {kind: make_id("file-", now) for kind in self.unsaved}
         await self._flush()
-        for kind, member in ("outputs", "output_file_id"), ("errors", "error_file_id"):
+        for kind, member in _MEMBERS.items():
             if self.record["sizes"][kind]:
                 file = await add_file(
                     self.runner.store,

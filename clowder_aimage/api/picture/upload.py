@@ -23,6 +23,7 @@ from clowder_aimage.api.request_body import build_field_error
 from clowder_aimage.api.service import Service
 from clowder_aimage.content import Lease
 from clowder_aimage.dialect import AImage
+from clowder_aimage.engine.admission import PlaceCounter
 from clowder_aimage.engine.executor import run_io, run_locking
 from clowder_aimage.errors import (
     AImageError,
@@ -75,7 +76,7 @@ class PictureUploads:
     def __init__(self, service: Service) -> None:
         self.service = service
         self.busy = asyncio.Semaphore(_AT_ONCE)
-        self._count = 0
+        self._places = PlaceCounter()
         # Blobs that requests of this worker added to the store
         self._added: set[Digest] = set()
         # Guards changes of _added
@@ -100,9 +101,7 @@ class PictureUploads:
         """Count a request with pictures. Raises BusyError, StoppedError."""
         engine = self.service.engine
         engine.check_room()
-        if self._count >= engine.limits.queue + engine.limits.models:
-            raise engine.refuse(self._count)
-        self._count += 1
+        self._places.enter(engine.limits.queue + engine.limits.models, engine.refuse)
 
     def keep(self, lease: Lease, data: bytes, label: str) -> InputFile:
         """Put a picture into the store, leased. Raises as ``pictures.input.keep``."""
@@ -127,7 +126,7 @@ class PictureUploads:
         try:
             await run_locking(self._end, upload)
         finally:
-            self._count -= 1
+            self._places.leave()
 
     def _end(self, upload: PictureUpload) -> None:
         """End the lease of a request, and remove its pictures unless others need them."""

@@ -40,7 +40,7 @@ from clowder_aimage.api.text.request import (
     EmbeddingsBody,
     TextBody,
 )
-from clowder_aimage.engine.admission import IF_MISSING, NEVER, BusyError
+from clowder_aimage.engine.admission import IF_MISSING, NEVER, BusyError, PlaceCounter
 from clowder_aimage.http.local_request import Request
 from clowder_aimage.http.route import ADMIN
 
@@ -93,17 +93,16 @@ class ForwardedBodies:
 
     def __init__(self) -> None:
         self.busy = asyncio.Semaphore(_PARSED)
-        self._count = 0
+        self._places = PlaceCounter()
 
     def enter(self) -> None:
         """Count a body. Raises BusyError."""
-        if self._count >= MAX_UPLOADS:
-            raise BusyError(self._count, 5)
-        self._count += 1
+        self._places.enter(MAX_UPLOADS, lambda count: BusyError(count, 5))
 
     def leave(self, body: PictureBody) -> None:
         """Count a body as read."""
-        self._count -= body.is_counted
+        if body.is_counted:
+            self._places.leave()
 
 
 KindOf = Callable[[str | None], str]

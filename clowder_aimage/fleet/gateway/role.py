@@ -155,7 +155,9 @@ class GatewayRole(Role):
         if self._is_draining:
             reasons.insert(0, {"reason": "draining"})
         headers = {"Retry-After": str(RETRY_AFTER)} if reasons else {}
-        body = {"status": "unavailable" if reasons else "ok", "reasons": reasons}
+        body: dict[str, Any] = {"status": "unavailable" if reasons else "ok", "reasons": reasons}
+        if self._link.is_almost_full(files := self._link.names.files):
+            body["warnings"] = [f"the stream {files} of the fleet is almost full"]
         return web.json_response(body, status=503 if reasons else 200, headers=headers)
 
     async def _describe_worker(self, request: web.Request) -> web.Response:
