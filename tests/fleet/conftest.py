@@ -40,13 +40,19 @@ def nats(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nats]:
 def play(nats: Nats, tiny_store: Path, tmp_path: Path) -> Callable[..., None]:
     """Return a function that plays a scene in a fleet of its own."""
 
-    def run(scene: Scene, own: Nats | None = None, name: str = "", **options: Any) -> None:
+    def run(
+        scene: Scene,
+        own: Nats | None = None,
+        name: str = "",
+        patience: float = 3 * PATIENCE,
+        **options: Any,
+    ) -> None:
         copy_store(tiny_store, tmp_path / "store")
         name = name or f"test{next(_numbers)}"
         fleet = FleetRun(own or nats, tmp_path / "store", name, **options)
 
         async def played() -> None:
-            async with asyncio.timeout(3 * PATIENCE), aiohttp.ClientSession() as fleet.session:
+            async with asyncio.timeout(patience), aiohttp.ClientSession() as fleet.session:
                 await fleet.make()
                 await scene(fleet)
 

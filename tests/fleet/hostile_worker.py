@@ -1,9 +1,10 @@
 """A hostile worker: a program with a worker's access to NATS that attacks the rest of its fleet.
 
-``python -m tests.fleet.hostile_worker URL FLEET NAME [SECONDS]`` attacks until it is ended, as the
-worker NAME, whose user is in URL. It tries to make others act: by publishing itself, by letting the
-server publish for it (its responses go to any subject that a client names), by repeating signed
-messages of others, and by acknowledging and taking jobs of others.
+``python -m tests.fleet.hostile_worker URL FLEET NAME [SECONDS [delay]]`` attacks until it is ended,
+as the worker NAME, whose user is in URL. It tries to make others act: by publishing itself, by
+letting the server publish for it (its responses go to any subject that a client names), by
+repeating signed messages of others, and by guessing where they wait for answers. With "delay" it
+does also what a worker can do: it acknowledges jobs of others, and takes jobs without serving them.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import random
 import sys
 from collections import deque
@@ -300,23 +302,28 @@ class HostileWorker:
         """Report as a worker that is there, so that gateways send it requests."""
         await self._publish(self._status_subject, _build_status(self._name))
 
-    async def attack(self, *, steals: bool = True, reports: bool = True) -> None:
+    async def attack(self, *, delays: bool = True, reports: bool = True) -> None:
         """Try everything once."""
         await self.forge()
         if reports:
             await self.report()
         await self.replay()
         await self.guess_answers()
-        await self.acknowledge()
-        if steals:
+        if delays:
+            await self.acknowledge()
             await self.steal()
 
-    async def run(self, *, steals: bool = True, reports: bool = True, pause: float = 0.0) -> None:
+    async def run(
+        self, *, delays: bool = True, reports: bool = True, seconds: float = math.inf
+    ) -> None:
         """Attack again and again."""
-        while True:
+        clock = asyncio.get_running_loop().time
+        # The client of NATS may swallow a cancellation.
+        end = clock() + seconds
+        while clock() < end:
             with contextlib.suppress(*LOST):
-                await self.attack(steals=steals, reports=reports)
-            await asyncio.sleep(pause)
+                await self.attack(delays=delays, reports=reports)
+            await asyncio.sleep(0)
 
     async def _settle(self) -> None:
         with contextlib.suppress(*LOST, NatsError):
@@ -341,13 +348,11 @@ def _build_status(name: str) -> bytes:
     return WorkerStatus(id=name, slots=1, is_draining=True).encode()
 
 
-async def main(url: str, fleet: str, name: str, seconds: str = "inf") -> None:
+async def main(url: str, fleet: str, name: str, seconds: str = "inf", delay: str = "") -> None:
     """Attack for some seconds."""
     hostile = HostileWorker(url, FleetNames(fleet), name, ())
     async with hostile.connected():
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(None if seconds == "inf" else float(seconds)):
-                await hostile.run()
+        await hostile.run(delays=bool(delay), reports=False, seconds=float(seconds))
     sys.stdout.write(json.dumps(hostile.tried) + "\n")
 
 

@@ -20,7 +20,7 @@ from tests.wait import PATIENCE, until_async
 pytestmark = pytest.mark.integration
 Play = Callable[..., None]
 VICTIMS = ("w1", "w2")
-# Tests that hold while a hostile worker takes no jobs: it may delay those that it takes.
+# Tests that hold while a hostile worker delays no jobs.
 SCENES: tuple[Callable[[Play], None], ...] = (
     test_fleet.test_a_job_is_answered_by_a_worker,
     test_fleet.test_a_key_is_one_job_at_all_gateways,
@@ -38,7 +38,7 @@ def play_attacked(play: Play, tmp_path: Path) -> Play:
 
     def run(scene: Scene, **options: Any) -> None:
         async def attack(fleet: FleetRun) -> None:
-            async with attacked(fleet, *VICTIMS, steals=False, reports=False):
+            async with attacked(fleet, *VICTIMS, delays=False, reports=False):
                 await scene(fleet)
 
         with attacked_server(tmp_path) as own:

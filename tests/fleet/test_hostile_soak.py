@@ -1,0 +1,161 @@
+"""A fleet for minutes, with a hostile worker and a hostile client beside, each a process.
+
+``AIMAGE_SOAK_SECONDS`` is the time of the attack, 600 by default. What was measured is printed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from clowder_aimage.fleet.link import FleetLink
+from clowder_aimage.http.local_request import Request
+from tests.conftest import ROOT
+from tests.fleet.attack import ACCESS, FLEET, HOSTILE, PASSWORD, attacked_server
+from tests.fleet.fleet_run import FleetRun, ScriptedRole, prompt_as_picture
+from tests.process import end, spawn
+from tests.wait import PATIENCE, until_async
+
+SECONDS = float(os.environ.get("AIMAGE_SOAK_SECONDS", "600"))
+# Without an attack, and seconds that results are kept.
+QUIET, KEEP = min(60.0, SECONDS), 20.0
+GOOD_TOKEN, EVIL_TOKEN = "good-token-of-a-client", "evil-token-of-a-client"
+# Seconds of work for a picture, and clients that ask for one after another.
+WORK, CLIENTS = 0.1, 3
+# How much longer a good client may wait under attack.
+FACTOR = 3.0
+
+
+@dataclass
+class Measured:
+    """The times of answers to good clients, what was wrong, and the attacks meanwhile."""
+
+    seconds: list[float] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+    attacks: list[dict[str, int]] = field(default_factory=list)
+
+    def p99(self) -> float:
+        return sorted(self.seconds)[int(0.99 * (len(self.seconds) - 1))]
+
+
+async def draw(request: Request, body: dict[str, Any]) -> web.StreamResponse:
+    await asyncio.sleep(WORK)
+    return await prompt_as_picture(request, body)
+
+
+async def measure(fleet: FleetRun, url: str, seconds: float) -> Measured:
+    """Ask for pictures for some seconds, as good clients."""
+    measured, clock = Measured(), asyncio.get_running_loop().time
+    end_time = clock() + seconds
+
+    async def ask(client: int) -> None:
+        number = 0
+        while clock() < end_time:
+            prompt, begun = f"cat {client} {number}", clock()
+            headers = {"Authorization": f"Bearer {GOOD_TOKEN}"}
+            status, answer = await fleet.ask(url, prompt, seed=number, headers=headers)
+            measured.seconds.append(clock() - begun)
+            if status != 200:
+                measured.refused.append(f"{prompt}: {status} {str(answer)[:200]}")
+            elif answer["data"][0]["b64_json"] != f"{prompt} {number}":
+                measured.wrong.append(f"{prompt}: {str(answer)[:200]}")
+            number += 1
+
+    await asyncio.gather(*map(ask, range(CLIENTS)))
+    return measured
+
+
+async def measure_attacked(fleet: FleetRun, url: str, seconds: float, *words: str) -> Measured:
+    """Measure during an attack. With "delay" jobs wait until they are delivered again."""
+    server = fleet.nats.url.replace("nats://", f"nats://{HOSTILE}:{PASSWORD}@")
+    async with attacking(
+        ["tests.fleet.hostile_worker", server, FLEET, HOSTILE, str(seconds), *words],
+        ["tests.fleet.hostile_client", url, EVIL_TOKEN, str(seconds)],
+    ) as said:
+        # Until the programs have begun.
+        await asyncio.sleep(min(3.0, seconds / 4))
+        measured = await measure(fleet, url, seconds * 3 / 4)
+    measured.attacks = [json.loads(line) for line in said if line]
+    return measured
+
+
+@contextlib.asynccontextmanager
+async def attacking(*commands: list[str]) -> AsyncIterator[list[str]]:
+    """Run programs that attack; their outputs are added when they have ended."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "text": True, "env": environment}
+    # They would be other machines: they get only the time that the fleet leaves.
+    start = ["nice", "-n", "19", sys.executable, "-m"]
+    children = [spawn([*start, *command], **pipes) for command in commands]
+    said: list[str] = []
+    try:
+        yield said
+        for child in children:
+            said.append((await asyncio.to_thread(child.communicate, None, 60))[0])
+    finally:
+        for child in children:
+            end(child)
+
+
+async def read_bytes(link: FleetLink) -> dict[str, int]:
+    """Return the bytes in each stream that jobs use."""
+    names = link.names
+    streams = (names.jobs, names.bodies, names.logs, names.marks)
+    return {name: (await link.streams.stream_info(name)).state.bytes for name in streams}
+
+
+@pytest.mark.slow
+@pytest.mark.integration
+def test_good_clients_are_served_while_others_attack(
+    play: Callable[..., None], tmp_path: Path
+) -> None:
+    async def scene(fleet: FleetRun) -> None:
+        roles = {name: ScriptedRole(draw) for name in ("w1", "w2")}
+        tokens = {GOOD_TOKEN: "infer", EVIL_TOKEN: "infer"}
+        await fleet.make(keep=KEEP)
+        watching = fleet.operator()
+        async with (
+            fleet.gateway(tokens=tokens) as url,
+            fleet.worker("w1", roles["w1"], max_models=2) as first,
+            fleet.worker("w2", roles["w2"], max_models=2) as second,
+            watching.open(),
+        ):
+            await watching.wait_until_ready(PATIENCE)
+            quiet = await measure(fleet, url, QUIET)
+            attack = await measure_attacked(fleet, url, SECONDS * 2 / 3)
+            delaying = await measure_attacked(fleet, url, SECONDS / 3, "delay")
+            stored = await read_bytes(watching)
+
+            async def is_cleared() -> bool:
+                return not any((await read_bytes(watching)).values())
+
+            await until_async(is_cleared, "the streams to be as before")
+            phases = {"quiet": quiet, "attack": attack, "delaying": delaying}
+            for name, phase in phases.items():
+                figures = {"answers": len(phase.seconds), "p99": round(phase.p99(), 3)}
+                said = {
+                    "wrong": phase.wrong[:5],
+                    "refused": phase.refused[:5],
+                    "attacks": phase.attacks,
+                }
+                sys.stdout.write(f"{name}: {json.dumps(figures | said)}\n")
+            sys.stdout.write(f"bytes: {json.dumps(stored)}\n")
+            assert not any(phase.wrong for phase in phases.values())
+            assert not quiet.refused and not attack.refused
+            assert attack.p99() <= FACTOR * quiet.p99()
+            assert [worker.takes_jobs for worker in (first, second)] == [True, True]
+
+    with attacked_server(tmp_path) as own:
+        play(scene, own, patience=SECONDS + QUIET + 300, **ACCESS)
