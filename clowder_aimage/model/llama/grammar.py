@@ -24,7 +24,7 @@ _MAX_SIZE = 1 << 16
 # Seconds that llama.cpp may take to prepare a grammar, while all texts wait
 _MOST = 0.5
 # Grammars that take less are used at once
-_CHEAP = 0.02
+_CHEAP = 0.06
 # White space in a text is that of Python's json.dumps: otherwise it could go on for ever
 _LAYOUT = {
     "whitespace_flexible": False,
