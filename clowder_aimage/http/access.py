@@ -10,7 +10,6 @@ import re
 import stat
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
@@ -132,7 +131,7 @@ def check_host(allowed: frozenset[str] | None, origins: Collection[str] | None) 
                 host=(name or host)[:300],
             )
         origin = request.headers.get("Origin")
-        if origin is None or _parse_origin(origin) == host:
+        if origin is None or origin in (f"http://{host}", f"https://{host}"):
             if request.method not in ("GET", "HEAD"):
                 check_site(request)
             return await handler(request)
@@ -264,10 +263,3 @@ def is_ip(host: str | None) -> bool:
 def _is_loopback(origin: str) -> bool:
     scheme, _, host = origin.partition("://")
     return scheme in ("http", "https") and parse_host(host) in LOOPBACK_HOSTS
-
-
-def _parse_origin(origin: str) -> str | None:
-    try:
-        return urlsplit(origin).netloc
-    except ValueError:
-        return None

@@ -248,6 +248,17 @@ def test_foreign_origin_headers_are_refused(service: Service, origin: str) -> No
     assert not any(name.lower().startswith("access-control") for name in headers)
 
 
+@pytest.mark.parametrize("form", ["file://{}", "//{}", "http://{}/@evil", "javascript://{}", "{}"])
+def test_an_origin_that_no_browser_sends_is_another_one(service: Service, form: str) -> None:
+    asking = [("GET", "/healthz")]
+    host = "worker.example:80"
+    for origin, expected in ((form.format(host), 403), (f"http://{host}", 200)):
+        ((_, _, status, _, _),) = asked(
+            service, asking, hosts=frozenset({"worker.example"}), Host=host, Origin=origin
+        )
+        assert status == expected
+
+
 @pytest.mark.parametrize("origin", ["http://localhost:3000", "http://[::1]:1", "app://x"])
 def test_allowed_origins_read_and_get_cors_headers(service: Service, origin: str) -> None:
     paths = [("GET", "/v1/models"), ("GET", "/nothing")]
