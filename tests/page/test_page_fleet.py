@@ -34,8 +34,8 @@ def test_the_page_at_a_gateway_shows_the_fleet(
         here = Aimage(tmp_path, tmp_path / "store")
         here.process("fleet", "init", "--nats", nats.url)
         (key,) = tmp_path.rglob("root.public")
-        joined += ("--fleet-key", str(key))
-        workers.append(serve_copy(shapes_store, tmp_path / "worker", *joined))
+        fleet_key = ("--fleet-key", str(key))
+        workers.append(serve_copy(shapes_store, tmp_path / "worker", *joined, *fleet_key))
         workers.append(begin(here, "--nats", nats.url, verb="gateway"))
 
         def has_worker() -> bool:
