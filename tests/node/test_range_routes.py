@@ -23,7 +23,7 @@ from clowder_aimage.registry import ClientOptions
 from tests.node.nodes import LIMITS, TOKEN, Node, acquaint, all_at_once, noise, push_model
 from tests.proxy import Proxy
 from tests.registry_app import RegistryThread
-from tests.wait import until
+from tests.wait import PATIENCE, until
 
 BLOB = noise(2 * RANGE + 1000, "shared")
 CONTENT = Descriptor("application/octet-stream", Digest.of(BLOB), len(BLOB))
@@ -242,7 +242,8 @@ def test_a_busy_node_redirects_to_a_peer_that_fetched_the_range(tmp_path: Path) 
         slow.connection.close()
 
 
-def test_a_request_waits_for_a_slot(tmp_path: Path) -> None:
+def test_a_request_waits_for_a_slot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(range_routes, "TURN_TIMEOUT", PATIENCE)
     with running(tmp_path, limits=ONE_UPLOAD) as (node,):
         slow = hold(node)
         timer = threading.Timer(0.3, slow.read)
