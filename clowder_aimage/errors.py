@@ -5,6 +5,7 @@
     │   ├── UsageError             exit 2   an argument is invalid
     │   │   └── TooLargeError               ... an input has too many bytes
     │   ├── ModelError             exit 1   a model (directory, config, weights) cannot be used
+    │   │   ├── ChatTemplateError           ... because of its chat template
     │   │   └── StuckError                  ... and a call that reads it does not end
     │   ├── FormatError            exit 5   bytes do not parse as their media type
     │   │   └── NoPictureError              ... an artifact that was to have a picture has none
@@ -101,6 +102,10 @@ class ModelError(ContentError):
 
 class NoMemoryError(ModelError):
     """The memory is insufficient for a model or a picture."""
+
+
+class ChatTemplateError(ModelError):
+    """The chat template of a model cannot be read, or fails."""
 
 
 class StuckError(ModelError):

@@ -38,8 +38,8 @@ _REFUSALS = {
     415: ("WrongType", "The media type of the body, or of a picture, is not supported."),
     422: (
         "Unusable",
-        "An adapter or a picture cannot be used, a URL has an unsupported scheme, or an "
-        "idempotency key was used for another request.",
+        "An adapter, a picture or the chat template of a model cannot be used, a URL has an "
+        "unsupported scheme, or an idempotency key was used for another request.",
     ),
     429: ("TooMuch", "This client has as much of something as it may have; the message names it."),
     500: ("Failed", "Internal error."),

@@ -9,6 +9,7 @@ import shutil
 import socket
 import sys
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -355,6 +356,20 @@ def test_errors_of_the_library_are_sentences(model: LlamaModel) -> None:
     server: LlamaServer = model._server
     with pytest.raises(UsageError, match=r"llama\.cpp refuses the request"):
         next(server.stream({"prompt": 3.5}))
+
+
+def test_template_of_a_file_does_not_run_when_it_is_loaded(tmp_path: Path, directory: Path) -> None:
+    templates = (
+        "{% for a in range(60000) %}{% for b in range(60000) %}{% endfor %}{% endfor %}",
+        "{% macro m(n) %}{{ m(n + 1) }}{{ m(n + 2) }}{% endmacro %}{{ m(1) }}",
+    )
+    code = "import sys; from pathlib import Path; from tests.text.llama_models import load\n"
+    code += "for name in sys.argv[1:]: load(Path(name))"
+    paths = []
+    for number, (template, end) in enumerate(product(templates, ("", "__tool_use"))):
+        metadata: dict[str, Any] = {f"tokenizer__chat_template{end}": template}
+        paths.append(write_gguf(tmp_path / f"{number}.gguf", directory, **metadata))
+    run([sys.executable, "-c", code, *paths], timeout=60, check=True)
 
 
 # -- files

@@ -31,6 +31,7 @@ from clowder_aimage.engine.admission import (
 )
 from clowder_aimage.engine.settings import Settings
 from clowder_aimage.errors import (
+    ChatTemplateError,
     FormatError,
     ModelError,
     NoSpaceError,
@@ -104,6 +105,7 @@ def failing(tmp_path: Path) -> Callable[..., Any]:
         (UnauthorizedError("who are you"), 502, "registry_unauthorized"),
         (NoSpaceError("full"), 507, "insufficient_storage"),
         (ModelError("it failed"), 500, "internal_error"),
+        (ChatTemplateError("it fails"), 422, "invalid_chat_template"),
         (DiedError("it died"), 500, "internal_error"),
         (VerificationError("another"), 502, "verification_failed"),
         (FormatError("damaged"), 500, "invalid_content"),

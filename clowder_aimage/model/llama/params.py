@@ -102,6 +102,9 @@ def make_params(
     params.cache_ram_mib = 0
     params.warmup = params.ui = params.endpoint_slots = params.use_jinja = False
     params.n_threads_http = 1
+    # llama.cpp would run the template of the file when it loads it, without limits; "chatml" is its
+    # own. Prompts are rendered here, in the sandbox
+    params.chat_template = "chatml"
     return params
 
 

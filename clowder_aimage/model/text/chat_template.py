@@ -18,7 +18,7 @@ import jinja2.parser
 
 from clowder_aimage.document.strict_json import read_json
 from clowder_aimage.document.template import RenderError, SandboxedTemplate, TemplateLimits
-from clowder_aimage.errors import FormatError, ModelError, UsageError
+from clowder_aimage.errors import ChatTemplateError, FormatError, UsageError
 from clowder_aimage.model.text.language_model import TextRequest, require
 from clowder_aimage.tensor.config_fields import parse_object
 
@@ -62,8 +62,8 @@ class ChatTemplate:
 
         Raises:
             UsageError: The template refuses the messages, for the reason in the error's message.
-            ModelError: The template fails. The error contains no text of the request, so that it
-                can be logged.
+            ChatTemplateError: The template fails. The error contains no text of the request, so
+                that it can be logged.
         """
         # The names are those that ``apply_chat_template`` of transformers passes
         values: dict[str, Any] = {
@@ -125,7 +125,7 @@ def find_templates(
     ``read`` returns a file of the tokenizer's folder, or None. The result can be empty.
 
     Raises:
-        ModelError: A file is malformed.
+        ChatTemplateError, ModelError: A file is malformed.
     """
     # The order of transformers: a file of its own has precedence over the configuration
     if (data := read("chat_template.jinja")) is not None:
@@ -169,7 +169,7 @@ def parse_special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def compile_template(source: str, limits: TemplateLimits | None = None) -> SandboxedTemplate:
-    """Compile a chat template in the sandbox. Raises ModelError if it cannot be read."""
+    """Compile a chat template in the sandbox. Raises ChatTemplateError."""
     try:
         return SandboxedTemplate(
             source,
@@ -180,14 +180,15 @@ def compile_template(source: str, limits: TemplateLimits | None = None) -> Sandb
             extensions=[_Generation, "jinja2.ext.loopcontrols"],
         )
     except RenderError as error:
-        raise ModelError(f"the chat template cannot be read: {error}") from None
+        raise ChatTemplateError(f"the chat template cannot be read: {error}") from None
 
 
 def render_template(template: SandboxedTemplate, values: Mapping[str, Any]) -> str:
     """Return the text of a chat template.
 
     Raises:
-        ModelError: The template fails. The error contains no values, so that it can be logged.
+        ChatTemplateError: The template fails. The error contains no values, so that it can be
+            logged.
     """
     try:
         return template.render(values)
@@ -232,10 +233,10 @@ class _Generation(jinja2.ext.Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _build_render_error(error: RenderError) -> ModelError:
+def _build_render_error(error: RenderError) -> ChatTemplateError:
     is_refusal = error.kind == _RefusalError.__name__
     outcome = "refuses the messages" if is_refusal else f"failed: {error.summary}"
-    return ModelError(f"the chat template {outcome}")
+    return ChatTemplateError(f"the chat template {outcome}")
 
 
 def _build_refusal_error(error: RenderError) -> UsageError | None:
@@ -262,4 +263,4 @@ def _decode_text(name: str, data: bytes) -> str:
     try:
         return data.decode()
     except UnicodeDecodeError:
-        raise ModelError(f"{name} is not UTF-8") from None
+        raise ChatTemplateError(f"{name} is not UTF-8") from None
