@@ -10,6 +10,7 @@ from PIL import Image, ImageOps
 
 from clowder_aimage.errors import UsageError
 from clowder_aimage.model.pixel import crop_strip, list_strips
+from clowder_aimage.pictures.file_parts import check_scans, count_scans
 from clowder_aimage.pictures.input_file import TYPES, build_too_large_error, check_dimensions
 
 Picture = Image.Image
@@ -19,13 +20,16 @@ def decode(data: bytes, label: str) -> Picture:
     """Return a picture upright, as RGB or RGBA; ``info["kind"]`` is its format.
 
     Raises:
-        UsageError: It is not a PNG, JPEG or WebP file, is damaged, animated, too large or narrow.
+        UsageError: It is not a PNG, JPEG or WebP file, is damaged, animated, too large or narrow,
+            or has too many parts or scans.
     """
+    scans = count_scans(data, label)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             with Image.open(io.BytesIO(data), formats=list(TYPES)) as image:
                 check_dimensions(*image.size, len(data), label)
+                check_scans(scans, image.width * image.height, label)
                 kind = str(image.format)
                 # A JPEG with previews behind it, as some cameras write
                 if kind == "MPO":
