@@ -145,9 +145,9 @@ def test_a_malformed_request_for_a_batch_is_refused(
 
 
 def test_malformed_uploads_are_refused(client: Any, worker: LocalWorker) -> None:
-    with pytest.raises(openai.BadRequestError, match="purpose must be batch"):
+    with pytest.raises(openai.BadRequestError, match="purpose must be 'batch'"):
         client.files.create(file=b"x", purpose="vision")
-    with pytest.raises(openai.BadRequestError, match="expires_after must have 3600"):
+    with pytest.raises(openai.BadRequestError, match="must be greater than or equal to 3600"):
         client.files.create(
             file=b"x", purpose="batch", expires_after={"anchor": "created_at", "seconds": 1}
         )
@@ -165,14 +165,22 @@ def test_malformed_lists_are_refused(worker: LocalWorker, query: str, param: str
     assert (status, json.loads(body)["error"]["param"]) == (expected, param)
 
 
+SECONDS = "expires_after[seconds]"
+BAD_SECONDS = ("000000003600" + "9" * 900, "9" * 1000, "3599", "2592001", "-3600", "1e4", "", "x")
+
+
 def test_malformed_forms_are_refused(worker: LocalWorker) -> None:
     part = '--x\r\nContent-Disposition: form-data; name="{}"{}\r\n\r\n{}\r\n'
     file = part.format("file", '; filename="a"', "x")
+    purpose = part.format("purpose", "", "batch")
     for parts, param in (
-        (part.format("purpose", "", "batch"), "file"),
+        (purpose, "file"),
         (file + file, "file"),
-        (file + part.format("model", "", "tiny"), "model"),
-        (file + part.format("expires_after[anchor]", "", "now"), "expires_after"),
+        (file + purpose + part.format("model", "", "tiny"), "model"),
+        (file + purpose + part.format("expires_after[anchor]", "", "now"), "expires_after[anchor]"),
+        (file + purpose + purpose, "purpose"),
+        (file + part.format("purpose", "", "batch" + " " * 2000), "purpose"),
+        *((file + purpose + part.format(SECONDS, "", text), SECONDS) for text in BAD_SECONDS),
         ("no form", None),
     ):
         data = f"{parts}--x--\r\n".encode()

@@ -7,6 +7,7 @@ import contextlib
 import contextvars
 import hashlib
 import json
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +25,7 @@ from clowder_aimage.api.batch.account import Account, compute_account
 from clowder_aimage.api.batch.routes import BatchRoutes
 from clowder_aimage.api.batch.run import BatchRunner
 from clowder_aimage.api.batch.store import DirectoryBatchStore
+from clowder_aimage.api.batch.stored_file import remove_expired
 from clowder_aimage.content.file_system import Space
 from clowder_aimage.engine.admission import CALLER, BusyError, PlaceCounter, compute_share
 from clowder_aimage.engine.batch_client import BatchClient
@@ -468,3 +470,54 @@ def test_tokens_are_read_again(tmp_path: Path, text: str | None, valid: list[str
     assert list(tokens) == [MINE]
     now[0] = 1.0
     assert list(tokens) == valid and tokens
+
+
+POISONED = json.dumps({"revision": 1, "value": {"owner": "", "object": None}}).encode()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda _: b"",
+        lambda _: b"no JSON, but SECRET",
+        lambda _: b'{"SECRET": 1, "SECRET": 2}',
+        lambda _: POISONED,
+        lambda raw: re.sub(rb'("expires_at": )\d+', rb"\g<1>" + b"9" * 900, raw),
+        lambda raw: re.sub(rb'("expires_at": )\d+', rb"\g<1>" + b"9" * 200, raw),
+        lambda raw: raw.replace(b'"bytes"', b'"SECRET"'),
+        lambda raw: raw.replace(b'"revision": 1', b'"revision": "1"'),
+        lambda raw: re.sub(rb'("pieces": ).*?\]\]', rb"\1[5]", raw),
+        lambda raw: raw.replace(b"file-", b"file-f"),
+    ],
+)
+def test_a_record_that_cannot_be_read_is_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, change: Callable[[bytes], bytes]
+) -> None:
+    async def scene() -> None:
+        role = BatchRole(tmp_path)
+        async with role.serving() as ask:
+            ids = [(await upload(ask, MINE))[1]["id"] for _ in range(4)]
+            for name in ids[1:3]:
+                (path,) = tmp_path.rglob(f"{name}.json")
+                path.write_bytes(change(path.read_bytes()))
+            for token in (MINE, ADMIN, MINE):
+                _, answer, _ = await ask(token, "GET", "/v1/files?order=asc")
+                assert [one["id"] for one in answer["data"]] == [ids[0], ids[3]]
+            assert (await upload(ask, MINE))[0] == 200
+            assert (await ask(MINE, "GET", f"/v1/files/{ids[1]}"))[0] == 404
+            (path,) = tmp_path.rglob(f"{ids[3]}.json")
+            path.write_bytes(re.sub(rb'("expires_at": )\d+', rb"\1 1", path.read_bytes()))
+            await remove_expired(role.store)
+            assert not path.exists()
+            for token, name, status in (
+                (THEIRS, ids[1], 404),
+                (MINE, ids[1], 200),
+                (MINE, ids[1], 404),
+                (ADMIN, ids[2], 200),
+            ):
+                assert (await ask(token, "DELETE", f"/v1/files/{name}"))[0] == status
+            lines = [entry for entry in caplog.records if entry.msg == "a record is left out"]
+            assert sorted(vars(entry)["id"] for entry in lines) == sorted(ids[1:3])
+            assert "SECRET" not in str([vars(entry) for entry in caplog.records])
+
+    play(scene)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, NotRequired
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, ConfigDict, Field
 from typing_extensions import TypedDict
 
 from clowder_aimage.api.batch.stored_file import LIFETIME, FileObject, Owner
@@ -22,7 +22,6 @@ from clowder_aimage.http.route import INFER
 MIN_LIFETIME = 3600  # seconds
 # Limits of the metadata; the last two are in characters
 _PAIRS, _KEY, _VALUE = 16, 64, 512
-ANCHOR, SECONDS = "expires_after[anchor]", "expires_after[seconds]"
 
 
 class FileExpiry(RequestBody):
@@ -70,7 +69,7 @@ class BatchBody(OpenBody):
     output_expires_after: FileExpiry | None = None
 
 
-class FileForm(BaseModel):
+class FileForm(RequestBody):
     """The requests of a batch."""
 
     model_config = ConfigDict(extra="forbid")
@@ -229,7 +228,7 @@ DELETE_FILE = Operation(
     INFER,
     BATCH,
     "deleteFile",
-    "Delete a file that no running batch needs.",
+    "Delete a file that no running batch needs, or a record that cannot be read.",
     (Answer("The file is deleted.", DeletedFile),),
     path_fields=FilePath,
     refusals=(404, 409, 503),

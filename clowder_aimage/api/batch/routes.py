@@ -12,14 +12,7 @@ from aiohttp.http import HttpProcessingError
 
 from clowder_aimage.api.batch import operation
 from clowder_aimage.api.batch.account import Account, compute_account
-from clowder_aimage.api.batch.operation import (
-    ANCHOR,
-    MIN_LIFETIME,
-    SECONDS,
-    BatchBody,
-    BatchesQuery,
-    FilesQuery,
-)
+from clowder_aimage.api.batch.operation import BatchBody, BatchesQuery, FileForm, FilesQuery
 from clowder_aimage.api.batch.run import BatchRunner
 from clowder_aimage.api.batch.store import ChangedRecordError, Record, make_id
 from clowder_aimage.api.batch.stored_file import (
@@ -30,6 +23,7 @@ from clowder_aimage.api.batch.stored_file import (
     iter_chunk_names,
     iter_records,
     read_record,
+    remove_unreadable,
 )
 from clowder_aimage.api.request_body import (
     build_field_error,
@@ -51,7 +45,6 @@ from clowder_aimage.http.route import ADMIN, INFER, Route, serve
 TIMEOUT = 600.0
 _MAX_FIELD, _MAX_PARTS, _CHUNK = 1024, 10, 1 << 16
 _MALFORMED = (HttpProcessingError, ValueError, LookupError, AssertionError, RuntimeWarning)
-_FIELDS = ("purpose", ANCHOR, SECONDS)
 # Entries of a page
 _MAX_PAGE = 1000
 # Batches of an owner: of more, the first ones that have ended are removed
@@ -117,11 +110,8 @@ class BatchRoutes:
         writer = FileWriter(self._store)
         try:
             async with asyncio.timeout(TIMEOUT):
-                name, fields = await _read_form(request, writer, stored_bytes)
-            keep = _parse_expiry(fields)
-            if fields.get("purpose") != INPUT:
-                raise build_field_error("purpose", f"must be {INPUT}", "unsupported_value")
-            file = await writer.end(name, owner, keep=keep)
+                name, form = await _read_form(request, writer, stored_bytes)
+            file = await writer.end(name, owner, keep=form.seconds)
         except BaseException as error:
             await asyncio.shield(writer.abandon())
             if isinstance(error, TimeoutError):
@@ -171,7 +161,14 @@ class BatchRoutes:
         return web.json_response(_show(record, identify_owner(request)))
 
     async def _delete(self, request: web.Request) -> web.StreamResponse:
-        record, _ = await self._read_record(request)
+        name, owner = request.match_info["id"], identify_owner(request)
+        answer = {"id": name, "object": "file", "deleted": True}
+        try:
+            record, _ = await self._read_record(request)
+        except ApiError:
+            if await remove_unreadable(self._store, name, None if _is_admin(request) else owner):
+                return web.json_response(answer)
+            raise
         for other_record in await self._store.list_records(record["owner"]):
             entry = other_record["object"]
             is_open = entry["object"] == "batch" and entry["status"] not in OVER
@@ -179,7 +176,6 @@ class BatchRoutes:
                 message = f"the batch {entry['id']} needs the file"
                 raise ApiError(409, message, code="file_in_use")
         await delete_file(self._store, record)
-        answer = {"id": record["object"]["id"], "object": "file", "deleted": True}
         return web.json_response(answer)
 
     async def _send_content(self, request: web.Request) -> web.StreamResponse:
@@ -295,9 +291,9 @@ async def _read_page(
 
 async def _read_form(
     request: web.Request, writer: FileWriter, stored_bytes: Hold
-) -> tuple[str, dict[str, str]]:
-    """Store the file of a form; return its name and the other fields. Raises ApiError."""
-    name, fields = "", dict[str, str]()
+) -> tuple[str, FileForm]:
+    """Store the file of a form; return its name and the fields. Raises ApiError."""
+    name, fields = "", dict[str, str | bytes]()
     try:
         reader = await request.multipart()
         for _ in range(_MAX_PARTS):
@@ -306,21 +302,27 @@ async def _read_form(
                 break
             if not isinstance(field, BodyPartReader) or not field.name:
                 raise ValueError
+            if field.name in fields:
+                raise build_field_error(field.name[:60], "is given twice")
             if field.name == "file":
-                if name:
-                    raise build_field_error("file", "is given twice")
                 name = check_text((field.filename or "file.jsonl")[:200], "file")
                 await _store_file(field, writer, stored_bytes)
-                continue
-            if field.name not in _FIELDS:
-                raise build_field_error(field.name[:60], "is not supported", "unknown_parameter")
-            fields[field.name] = bytes(await field.read_chunk(_MAX_FIELD)).decode()
+                # Its bytes are in the store
+                fields["file"] = b""
+            else:
+                fields[field.name] = await _read_text(field, field.name[:60])
     except _MALFORMED:
         raise ApiError(400, "the form is malformed", code="invalid_body") from None
-    if not name:
-        message = "missing required field: file"
-        raise ApiError(400, message, code="missing_required_parameter", param="file")
-    return name, fields
+    return name, check_fields(fields, FileForm, is_form=True)
+
+
+async def _read_text(field: BodyPartReader, name: str) -> str:
+    raw = b""
+    while piece := await field.read_chunk(_MAX_FIELD):
+        raw += piece
+        if len(raw) > _MAX_FIELD:
+            raise build_field_error(name, f"has more than {_MAX_FIELD} bytes")
+    return raw.decode()
 
 
 async def _store_file(file: BodyPartReader, writer: FileWriter, stored_bytes: Hold) -> None:
@@ -329,16 +331,6 @@ async def _store_file(file: BodyPartReader, writer: FileWriter, stored_bytes: Ho
             raise ApiError(413, "the file is too large", code="too_large", param="file")
         stored_bytes.add(len(chunk))
         await writer.write(bytes(chunk))
-
-
-def _parse_expiry(fields: dict[str, str]) -> int:
-    """Return the seconds that a file is kept. Raises ApiError."""
-    if fields.get(ANCHOR, "created_at") != "created_at":
-        raise build_field_error("expires_after", "must have the anchor created_at")
-    seconds = fields.get(SECONDS, str(LIFETIME))
-    if not seconds.isdecimal() or not MIN_LIFETIME <= int(seconds[:12]) <= LIFETIME:
-        raise build_field_error("expires_after", f"must have {MIN_LIFETIME} to {LIFETIME} seconds")
-    return int(seconds)
 
 
 def _new_batch(body: BatchBody, timestamp: float) -> dict[str, Any]:

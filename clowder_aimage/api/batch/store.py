@@ -7,18 +7,22 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import re
 import secrets
 import time
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any, Literal, NotRequired, Protocol
+
+from pydantic import Field, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
 from clowder_aimage.content.atomic_file import write_file
 from clowder_aimage.content.file_system import measure_space
 from clowder_aimage.content.open_directory import OpenDirectory
 from clowder_aimage.engine.executor import run_io, run_locking
-from clowder_aimage.errors import AImageError, NotFoundError
+from clowder_aimage.errors import AImageError, FormatError, NotFoundError
 from clowder_aimage.http.api_error import ApiError
 from clowder_aimage.layout.lock import PRIVATE, hold_lock, make_directory, translate_store_errors
 from clowder_aimage.oci import read_json
@@ -34,9 +38,50 @@ RESERVE = 1 << 30
 FULL_RETRY = 60
 # Records that are remembered, of some 2 kB each
 _MAX_RECORDS = 20_000
+# Records that are logged as left out
+_MAX_LOGGED = 1000
+_log = logging.getLogger("aimage.batch")
 Record = dict[str, Any]
 # An owner and an id
 RecordKey = tuple[str, str]
+
+
+_Count = Annotated[int, Field(ge=0, le=1 << 53)]
+
+
+class _FileEntry(TypedDict):
+    id: str
+    object: Literal["file"]
+    purpose: str
+    bytes: _Count
+    created_at: _Count
+    expires_at: _Count
+
+
+class _BatchEntry(TypedDict):
+    id: str
+    object: Literal["batch"]
+    status: str
+    input_file_id: str
+    created_at: _Count
+    expires_at: _Count
+
+
+class _Record(TypedDict):
+    owner: str
+    object: Annotated[_FileEntry | _BatchEntry, Field(discriminator="object")]
+    pieces: list[tuple[str, _Count]]
+    sizes: NotRequired[dict[str, _Count]]
+
+
+class _Stored(TypedDict):
+    """The fields of a record that lists, accounts and the removal of old files read."""
+
+    revision: _Count
+    value: _Record
+
+
+_STORED = TypeAdapter(_Stored)
 
 
 class ChangedRecordError(AImageError):
@@ -61,6 +106,16 @@ def is_almost_full(directory: Path, reserve: int) -> bool:
     return space is not None and space.free < min(reserve, space.total // 20)
 
 
+def _parse_record(raw: bytes, path: Path) -> tuple[Record, int]:
+    """Return a record and its revision. Raises FormatError or ValidationError."""
+    stored = read_json(raw, "a record of a batch", 1 << 30)
+    _STORED.validate_json(raw, strict=True)
+    record: Record = stored["value"]
+    if (record["owner"] or NOBODY, record["object"]["id"]) != (path.parent.name, path.stem):
+        raise FormatError("a record of a batch has the place of another one")
+    return record, stored["revision"]
+
+
 def _list_names(directory: Path) -> list[str]:
     """Return the names in a directory; none if it is missing."""
     try:
@@ -78,7 +133,8 @@ def is_id(text: str) -> bool:
 class BatchStore(Protocol):
     """Stores records by owner and id, and chunks by name.
 
-    Ids are in the order of creation. Methods raise AImageError if the store cannot be used.
+    Ids are in the order of creation. A record that cannot be read is logged once and left out,
+    except from the keys. Methods raise AImageError if the store cannot be used.
     """
 
     async def read_clock(self) -> float:
@@ -126,6 +182,8 @@ class DirectoryBatchStore:
         self._root, self._directory, self._reserve = root, root / PRIVATE / DIRECTORY, reserve
         # The records of lists, with the files that they were read from
         self._records: dict[RecordKey, tuple[tuple[int, int], Record]] = {}
+        # The records that were logged as left out
+        self._rejected: set[str] = set()
 
     async def read_clock(self) -> float:
         """Return the seconds since the epoch."""
@@ -149,8 +207,14 @@ class DirectoryBatchStore:
                 raw = path.read_bytes()
             except FileNotFoundError:
                 return None
-        value = read_json(raw, "a record of a batch", 1 << 30)
-        return value["value"], value["revision"]
+        try:
+            return _parse_record(raw, path)
+        except (FormatError, ValidationError):
+            # Its text may be that of a client
+            if path.stem not in self._rejected and len(self._rejected) < _MAX_LOGGED:
+                self._rejected.add(path.stem)
+                _log.warning("a record is left out", extra={"id": path.stem})
+            return None
 
     async def write(self, id: str, value: Record, revision: int) -> int:  # noqa: A002
         """Replace a record with that revision. Raises ChangedRecordError."""

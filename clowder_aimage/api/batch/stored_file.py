@@ -178,6 +178,18 @@ async def delete_file(store: BatchStore, record: Record) -> None:
         await store.drop(name)
 
 
+async def remove_unreadable(store: BatchStore, id: str, owner: str | None) -> bool:  # noqa: A002
+    """Remove a record of an owner, or of anyone, that cannot be read; return True if there was one.
+
+    Nothing is known of its chunks.
+    """
+    for key in await store.list_keys() if is_id(id) else ():
+        if key[1] == id and owner in (None, key[0]) and await store.read(*key) is None:
+            await store.remove(*key)
+            return True
+    return False
+
+
 async def iter_lines(store: BatchStore, chunks: Chunks) -> AsyncIterator[bytes]:
     """Yield the lines of a file that are not empty, without their ends."""
     partial_line = b""
