@@ -47,6 +47,8 @@ from clowder_aimage.fleet.store_view import StoreView
 from clowder_aimage.fleet.ticket import JobTicket
 from clowder_aimage.fleet.worker_registry import (
     MAX_MODELS,
+    MAX_SLOTS,
+    REPORT,
     WorkerStatus,
     WorkerWatch,
     parse_order,
@@ -55,8 +57,6 @@ from clowder_aimage.http.background import run_in_background
 from clowder_aimage.http.local_call import LocalCalls
 from clowder_aimage.http.route import Role
 
-# Seconds between two reports of a worker that has not changed.
-REPORT = 3.0
 # Seconds between two checks for a change.
 LOOK = 0.25
 # Seconds between two looks for jobs whose announcement reached no worker.
@@ -427,6 +427,7 @@ class JoinedWorker(Role):
             address=self._identity.address,
             slots=self._slots.slots,
             running=self._slots.running,
+            jobs=tuple(islice(self._runs, MAX_SLOTS)),
             loaded=tuple(sorted(self._placement.loaded)),
             at_work=self._slots.digests,
             models=dict(islice(self._view.models.items(), MAX_MODELS)),
@@ -451,7 +452,8 @@ class JoinedWorker(Role):
         """Put the status if it has changed, or is old."""
         await run_io(self._view.read)
         room = self._slots.digests, self._slots.running
-        state = self._placement.loaded, self._view.models, room, self.takes_jobs
+        jobs = tuple(self._runs)
+        state = self._placement.loaded, self._view.models, room, jobs, self.takes_jobs
         is_due = state != self._last_published or time.monotonic() - self._reported >= REPORT
         if is_due and self._link.is_ready:
             self._last_published, self._reported = state, time.monotonic()

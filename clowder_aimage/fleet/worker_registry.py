@@ -42,6 +42,9 @@ from clowder_aimage.oci.reference import DEFAULT_TAG
 MAX_MODELS, MAX_WORKERS = 4096, 1000
 # Seconds in which a worker answers to an order.
 ANSWERED = 5.0
+# Seconds between two reports of a worker that has not changed, and the age of a report that came
+# just now.
+REPORT, FRESH = 3.0, 3.5
 # Jobs that a worker may run at once.
 MAX_SLOTS = 1024
 _Digests = Annotated[tuple[DigestText, ...], Field(max_length=MAX_SLOTS)]
@@ -60,7 +63,8 @@ class WorkerStatus:
 
     ``models`` are the digests of complete models by name, ``kinds`` the kinds of digests ("image",
     "text" or "embedder"), ``loaded`` the digests in memory, ``at_work`` those that jobs use or
-    load. ``slots`` jobs run at once. ``rate`` is jobs per minute.
+    load. ``slots`` jobs run at once; ``jobs`` are the ids of those that it serves. ``rate`` is jobs
+    per minute.
     """
 
     __pydantic_config__ = STRICT
@@ -70,6 +74,7 @@ class WorkerStatus:
     address: Line = ""
     slots: Annotated[int, Field(ge=1, le=MAX_SLOTS)] = 1
     running: Count = 0
+    jobs: Annotated[tuple[Id, ...], Field(max_length=MAX_SLOTS)] = ()
     loaded: _Digests = ()
     at_work: _Digests = ()
     models: _Models = field(default_factory=dict)
@@ -180,6 +185,15 @@ class WorkerRegistry:
     def _select_current(self, entries: dict[str, tuple[_T, float]]) -> dict[str, tuple[_T, float]]:
         oldest = self._clock() - STATUS_TTL
         return {key: entry for key, entry in entries.items() if entry[1] >= oldest}
+
+    def has_fresh(self, worker: str) -> bool:
+        """Return True if a worker has reported just now."""
+        entry = self._statuses.get(worker)
+        return entry is not None and self._clock() - entry[1] <= FRESH
+
+    def is_serving(self, worker: str, job: str) -> bool:
+        """Return True if a worker has reported just now that it serves a job."""
+        return self.has_fresh(worker) and job in self._statuses[worker][0].jobs
 
     def has(self, worker: str) -> bool:
         """Return True if a worker is there."""

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from clowder_aimage.engine.admission import NEVER
 from clowder_aimage.errors import FormatError, NetworkError, NotFoundError
@@ -21,6 +22,7 @@ from clowder_aimage.fleet.job.log import JobLog, SupersededError
 from clowder_aimage.fleet.job.run import JobRun
 from clowder_aimage.fleet.ticket import JobTicket
 from clowder_aimage.fleet.worker_registry import WorkerRegistry
+from clowder_aimage.http.local_request import Request
 from clowder_aimage.http.route import ADMIN, INFER
 from clowder_aimage.oci import Reference
 from tests.fleet.attempt import begin, read_kinds
@@ -270,5 +272,40 @@ def test_what_a_job_stored_is_removed_when_it_is_over(play: Play) -> None:
                 return bodies == 0 and logs > 0
 
             await until_async(has_response)
+
+    play(scene)
+
+
+def test_a_job_that_another_worker_sent_back_to_the_queue_is_not_begun_twice(play: Play) -> None:
+    """Any worker may do so with the messages of others, by their numbers."""
+
+    async def scene(fleet: FleetRun) -> None:
+        begun, may_end = asyncio.Event(), asyncio.Event()
+
+        async def answer(request: Request, body: dict[str, Any]) -> web.StreamResponse:
+            begun.set()
+            await may_end.wait()
+            return await prompt_as_picture(request, body)
+
+        role, other = ScriptedRole(answer), ScriptedRole(prompt_as_picture)
+        async with fleet.gateway() as url, fleet.worker("w1", role) as first:
+            await fleet.know(url, 1)
+            asked = asyncio.create_task(fleet.ask(url, "a cat", seed=1))
+            await begun.wait()
+            async with fleet.worker("w2", other) as second, fleet.opened_gateway_link() as link:
+                await fleet.know(url, 2)
+                (run,) = first._runs.values()
+                for _ in range(3):
+                    await link.client.publish(run.message.reply, b"-NAK")
+                    await asyncio.sleep(0.1)
+
+                async def is_given_back() -> bool:
+                    return not second._tasks
+
+                await until_async(is_given_back)
+                may_end.set()
+                assert (await asked)[0] == 200
+                kinds = await read_kinds(link, run.job.id)
+                assert kinds == [BEGIN, END] and not other.served and role.served == ["a cat"]
 
     play(scene)

@@ -40,6 +40,8 @@ ALIVE = ACK_WAIT / 4
 ATTEMPTS = 4
 # Seconds before a job that a worker gave back is delivered again.
 LATER = 0.5
+# Seconds in which a worker reports that it has begun a job.
+REPORTED = 0.5
 # Failures that may not occur on another worker.
 _RETRIED = (500, 502, 503, 507)
 _BUSY = 503
@@ -105,6 +107,8 @@ class JobRun:
         if chain.is_over:
             await self._acknowledge()
             return DONE
+        if await self._is_served_elsewhere(chain):
+            return await self._give_back(ACK_WAIT)
         attempt = Attempt.following(chain.last)
         if self.worker in attempt.past and self._has_others(attempt.past):
             return await self._give_back()
@@ -204,6 +208,20 @@ class JobRun:
                 source = self._build_reference()
                 await run_locking(copy_name, self.service.store, source, name)
 
+    async def _is_served_elsewhere(self, chain: MarkChain) -> bool:
+        """Return True if another worker is serving the job, and says so.
+
+        A third one may have sent its message back to the queue.
+        """
+        begin = chain.begin
+        if begin is None or not chain.is_running or begin.worker == self.worker:
+            return False
+        if not self.workers.has_fresh(begin.worker):
+            return False
+        # It may have begun just now.
+        await asyncio.sleep(REPORTED)
+        return self.workers.is_serving(begin.worker, self.job.id)
+
     def _has_others(self, past: tuple[str, ...]) -> bool:
         return self.workers.on_disk_elsewhere(self.job.digest, self.worker, *past)
 
@@ -217,9 +235,9 @@ class JobRun:
         with contextlib.suppress(*LOST):
             await self.message.term()
 
-    async def _give_back(self) -> str:
+    async def _give_back(self, delay: float = LATER) -> str:
         with contextlib.suppress(*LOST):
-            await self.message.nak(delay=LATER)
+            await self.message.nak(delay=delay)
         return GIVEN_BACK
 
     async def _release(self, log: JobLog, kind: str, reason: str) -> None:
