@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -146,6 +147,36 @@ class PlaceCounter:
     def leave(self) -> None:
         """Leave a place, in the context of the request that took it."""
         self._callers[CALLER.get()] -= 1
+
+
+class CallerSemaphore:
+    """Limits what is done at once: ``count`` in all, of which a caller has its share."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._all = asyncio.Semaphore(count)
+        self._callers: dict[str, asyncio.Semaphore] = {}
+
+    async def __aenter__(self) -> None:
+        caller = self._find_caller()
+        await caller.acquire()
+        try:
+            await self._all.acquire()
+        except BaseException:
+            caller.release()
+            raise
+
+    async def __aexit__(self, *_: object) -> None:
+        self._all.release()
+        self._find_caller().release()
+
+    def _find_caller(self) -> asyncio.Semaphore:
+        name = CALLER.get()
+        if name not in self._callers:
+            # Without tokens all are one caller, who has all
+            share = compute_share(self._count) if name else self._count
+            self._callers[name] = asyncio.Semaphore(share)
+        return self._callers[name]
 
 
 class DeadlineError(AImageError):

@@ -21,7 +21,8 @@ LOCK_TIMEOUT = 10.0
 # Seconds of a probe in all
 PROBE_TIMEOUT = 2.0
 _IO, _LOCKING, _GENERATION, _PROBE = "io", "locking", "generation", "probe"
-_THREADS = {_IO: 16, _LOCKING: 8, _GENERATION: 8, _PROBE: 2}
+_DECODING = "decoding"
+_THREADS = {_IO: 16, _LOCKING: 8, _GENERATION: 8, _PROBE: 2, _DECODING: 2}
 _T = TypeVar("_T")
 _P = ParamSpec("_P")
 _Executors = dict[str, ThreadPoolExecutor]
@@ -43,6 +44,11 @@ async def run_locking(call: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwarg
 async def run_generation(call: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
     """Return the result of a call that a generation needs."""
     return await _run(_GENERATION, LOCK_TIMEOUT, partial(call, *args, **kwargs))
+
+
+async def run_decoding(call: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+    """Return the result of a call that decodes pictures of strangers. Raises as run_locking."""
+    return await _run(_DECODING, LOCK_TIMEOUT, partial(call, *args, **kwargs))
 
 
 async def run_probe(call: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:

@@ -15,7 +15,13 @@ import pytest
 
 import clowder_aimage
 from clowder_aimage.engine import executor
-from clowder_aimage.engine.executor import run_generation, run_io, run_locking, run_probe
+from clowder_aimage.engine.executor import (
+    run_decoding,
+    run_generation,
+    run_io,
+    run_locking,
+    run_probe,
+)
 from clowder_aimage.errors import StoreBusyError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.lock import hold_lock
@@ -39,6 +45,7 @@ def test_standing_calls_do_not_delay_other_kinds(block: threading.Event) -> None
         standing = [asyncio.create_task(run_locking(block.wait)) for _ in range(20)]
         await asyncio.sleep(0)
         found = await run_io(int, "1"), await run_generation(int, "2"), await run_probe(int, "3")
+        await run_decoding(int, "4")
         assert not any(each.done() for each in standing)
         block.set()
         await asyncio.gather(*standing)

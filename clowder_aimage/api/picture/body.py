@@ -15,6 +15,7 @@ from aiohttp.http import HttpProcessingError
 from clowder_aimage.api.picture import source as picture_source
 from clowder_aimage.api.picture.source import KEYS, NAMES
 from clowder_aimage.api.request_body import build_field_error, read_local_fields, read_object
+from clowder_aimage.engine.admission import CallerSemaphore
 from clowder_aimage.engine.executor import run_io
 from clowder_aimage.http.api_error import ApiError
 from clowder_aimage.http.body_stream import build_size_error, check_coding, check_type
@@ -28,6 +29,8 @@ MAX_BODY = 96 << 20
 TIMEOUT = 120.0
 # Seconds for a body without
 SHORT_TIMEOUT = 30.0
+# What a body with pictures must keep, as it holds a place: seconds at first, and bytes a second
+GRACE, MIN_SPEED = 10.0, 64 << 10
 # Limit of the parts of a form
 _MAX_PARTS = 100
 # What aiohttp raises for a form
@@ -41,7 +44,7 @@ class BodyGate(Protocol):
     """Limits the requests with pictures: ``busy`` those whose bodies are parsed at once."""
 
     @property
-    def busy(self) -> asyncio.Semaphore: ...
+    def busy(self) -> CallerSemaphore: ...
 
     def enter(self) -> None:
         """Count a request with pictures. Raises BusyError, StoppedError."""
@@ -56,12 +59,14 @@ class PictureBody:
     is_counted: bool = False
     is_form: bool = False
     _size: int = 0
+    _entered: float = 0.0
 
     def enter(self) -> None:
         """Count the request as one with pictures. Raises BusyError."""
         if not self.is_counted:
             self.gate.enter()
             self.is_counted = True
+            self._entered = asyncio.get_running_loop().time()
 
     async def read_fields(self, *, may_be_form: bool = False) -> dict[str, Any]:
         """Return the fields of the body: JSON, or a form if it may be one.
@@ -80,8 +85,8 @@ class PictureBody:
         try:
             if self.is_form:
                 self.enter()
-                async with asyncio.timeout(TIMEOUT):
-                    return await self._read_form(request)
+                async with asyncio.timeout(GRACE) as limit:
+                    return await self._read_form(request, limit)
             return await self._read_object(request, *([_FORM] if may_be_form else []))
         except TimeoutError:
             raise ApiError(408, "timed out reading the request body", code="timeout") from None
@@ -101,26 +106,26 @@ class PictureBody:
         if (request.content_length or 0) > BODY:
             self.enter()
         pieces = list[bytes]()
-        loop = asyncio.get_running_loop()
-        async with asyncio.timeout(TIMEOUT if self.is_counted else SHORT_TIMEOUT) as limit:
+        async with asyncio.timeout(GRACE if self.is_counted else SHORT_TIMEOUT) as limit:
             async for piece in request.content.iter_any():
-                self._take(len(piece))
                 pieces.append(piece)
-                if self._size > BODY and not self.is_counted:
+                if self._size + len(piece) > BODY:
                     self.enter()
-                    limit.reschedule(loop.time() + TIMEOUT)
+                self._take(len(piece), limit)
         if self._size <= BODY:
             return read_object(b"".join(pieces))
         async with self.gate.busy:
             return await run_io(_read_large_object, pieces)
 
-    def _take(self, count: int) -> None:
+    def _take(self, count: int, limit: asyncio.Timeout) -> None:
         self._size += count
         if self._size > MAX_BODY:
             raise build_size_error()
         self.request["body"].add(count)
+        if self.is_counted:
+            limit.reschedule(self._entered + min(TIMEOUT, GRACE + self._size / MIN_SPEED))
 
-    async def _read_form(self, request: web.Request) -> dict[str, Any]:
+    async def _read_form(self, request: web.Request, limit: asyncio.Timeout) -> dict[str, Any]:
         fields: dict[str, Any] = {}
         try:
             reader = await request.multipart()
@@ -131,7 +136,7 @@ class PictureBody:
                 if not isinstance(field, BodyPartReader) or not field.name:
                     raise ValueError
                 name = field.name.removesuffix("[]")
-                value = await self._read_value(field, name)
+                value = await self._read_value(field, name, limit)
                 if name in NAMES:
                     # No file is chosen
                     if not value:
@@ -144,14 +149,16 @@ class PictureBody:
         message = f"the form is malformed, or has more than {_MAX_PARTS} parts"
         raise ApiError(400, message, code="invalid_body")
 
-    async def _read_value(self, field: BodyPartReader, name: str) -> str | bytes:
+    async def _read_value(
+        self, field: BodyPartReader, name: str, limit: asyncio.Timeout
+    ) -> str | bytes:
         kind = field.headers.get("Content-Type", "").partition(";")[0].strip().lower()
         is_file = name in NAMES and field.filename is not None
         if is_file:
             picture_source.check_type(name, kind)
         pieces, size = list[bytes](), 0
         while piece := await field.read_chunk(_CHUNK):
-            self._take(len(piece))
+            self._take(len(piece), limit)
             size += len(piece)
             if size > (MAX_BYTES if name in NAMES else BODY):
                 raise ApiError(413, f"{name[:60]} is too large", code="too_large", param=name[:60])

@@ -23,8 +23,8 @@ from clowder_aimage.api.request_body import build_field_error
 from clowder_aimage.api.service import Service
 from clowder_aimage.content import Lease
 from clowder_aimage.dialect import AImage
-from clowder_aimage.engine.admission import PlaceCounter
-from clowder_aimage.engine.executor import run_io, run_locking
+from clowder_aimage.engine.admission import CallerSemaphore, PlaceCounter
+from clowder_aimage.engine.executor import run_decoding, run_io, run_locking
 from clowder_aimage.errors import (
     AImageError,
     ForbiddenError,
@@ -75,7 +75,7 @@ class PictureUploads:
 
     def __init__(self, service: Service) -> None:
         self.service = service
-        self.busy = asyncio.Semaphore(_AT_ONCE)
+        self.busy = CallerSemaphore(_AT_ONCE)
         self._places = PlaceCounter()
         # Blobs that requests of this worker added to the store
         self._added: set[Digest] = set()
@@ -189,7 +189,7 @@ class PictureUpload:
         mask = None if is_alpha else (await self._keep_all(sources, MASK, painted))[0]
         try:
             async with self.uploads.busy:
-                await self._finish(run_io(self._check_mask, images[0], mask))
+                await self._finish(run_decoding(self._check_mask, images[0], mask))
         except AImageError as error:
             raise _convert_error(error, MASK) from None
         return StoredPictures(images, str(mask.descriptor.digest) if mask else ALPHA, control)
@@ -208,14 +208,19 @@ class PictureUpload:
             if isinstance(value, str):
                 value = await self._finish(run_io(self._read, name, value))
             async with self.uploads.busy:
-                return await self._finish(run_locking(self._store, name, value, painted))
+                return await self._finish(run_decoding(self._store, name, value, painted))
         except AImageError as error:
             raise _convert_error(error, name) from None
 
     async def _finish(self, work: Coroutine[Any, Any, _T]) -> _T:
         task = asyncio.create_task(work)
         self.work.append(task)
-        return await asyncio.shield(task)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            # The turn of a client that has left is over when its thread ends
+            await asyncio.wait([task])
+            raise
 
     def _read(self, name: str, text: str) -> bytes:
         if isinstance(text, picture_source.BareBase64):

@@ -5,7 +5,6 @@ Random choices are made here, once: a seed that the request lacks is added to it
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -40,7 +39,13 @@ from clowder_aimage.api.text.request import (
     EmbeddingsBody,
     TextBody,
 )
-from clowder_aimage.engine.admission import IF_MISSING, NEVER, BusyError, PlaceCounter
+from clowder_aimage.engine.admission import (
+    IF_MISSING,
+    NEVER,
+    BusyError,
+    CallerSemaphore,
+    PlaceCounter,
+)
 from clowder_aimage.http.local_request import Request
 from clowder_aimage.http.route import ADMIN
 
@@ -92,7 +97,7 @@ class ForwardedBodies:
     """Counts the bodies with pictures that a gateway reads."""
 
     def __init__(self) -> None:
-        self.busy = asyncio.Semaphore(_PARSED)
+        self.busy = CallerSemaphore(_PARSED)
         self._places = PlaceCounter()
 
     def enter(self) -> None:
