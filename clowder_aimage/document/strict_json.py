@@ -30,7 +30,9 @@ _SEPARATORS = (b",", b"[", b"{")
 _MAX_DIGITS = 308
 
 
-def read_json(raw: bytes, label: str, limit: int = MAX_DOCUMENT_SIZE) -> Any:
+def read_json(
+    raw: bytes, label: str, limit: int = MAX_DOCUMENT_SIZE, max_values: int | None = None
+) -> Any:
     """Return the value of a JSON text of up to ``limit`` bytes; ``label`` names it in messages.
 
     Raises:
@@ -40,8 +42,9 @@ def read_json(raw: bytes, label: str, limit: int = MAX_DOCUMENT_SIZE) -> Any:
     """
     if len(raw) > limit:
         raise FormatError(f"{label} is too large: {len(raw)} bytes, the limit is {limit}")
-    if len(raw) > 2 * MAX_VALUES and sum(map(raw.count, _SEPARATORS)) > MAX_VALUES:
-        raise FormatError(f"{label} is too large: more than {MAX_VALUES} values")
+    max_values = MAX_VALUES if max_values is None else max_values
+    if len(raw) > 2 * max_values and sum(map(raw.count, _SEPARATORS)) > max_values:
+        raise FormatError(f"{label} is too large: more than {max_values} values")
     try:
         value = _DECODER.decode(raw.decode("utf-8"))
         if not is_too_deep(value):

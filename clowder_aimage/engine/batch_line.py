@@ -17,7 +17,8 @@ Url = Literal[
     "/v1/embeddings",
 ]
 URLS: tuple[str, ...] = get_args(Url)
-MAX_LINE = 16 << 20  # bytes of a request
+# Bytes of a request, and values in its JSON
+MAX_LINE, MAX_VALUES = 16 << 20, 100_000
 # Requests and bytes of a batch (OpenAI, "Batch API")
 MAX_LINES, MAX_FILE = 50_000, 200 << 20
 # The last states of a batch
@@ -38,7 +39,7 @@ class BatchRequest:
 
 def read_line(line: bytes) -> BatchRequest:
     """Return the request in a line. Raises FormatError."""
-    value = read_json(line, "the request", MAX_LINE)
+    value = read_json(line, "the request", MAX_LINE, MAX_VALUES)
     if find_invalid_text(value, line) is not None:
         raise FormatError(f"the request {INVALID}")
     try:

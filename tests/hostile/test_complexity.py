@@ -516,7 +516,12 @@ COVERED = {
         "a small config, which peft_config reads",
     ),
     **dict.fromkeys(
-        ("api/batch/run.py", "api/batch/store.py", "fleet/gateway/batch_record.py"),
+        (
+            "api/batch/line_check.py",
+            "api/batch/run.py",
+            "api/batch/store.py",
+            "fleet/gateway/batch_record.py",
+        ),
         "records, by read_json",
     ),
     "api/picture/request.py": "a bounded field of a form, by read_json",

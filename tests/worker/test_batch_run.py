@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
@@ -24,9 +25,11 @@ from clowder_aimage.api.batch.stored_file import (
     iter_lines,
     remove_expired,
 )
-from clowder_aimage.engine.batch_line import OVER, BatchRequest
+from clowder_aimage.engine import batch_line
+from clowder_aimage.engine.batch_line import MAX_LINE, OVER, BatchRequest
 from clowder_aimage.errors import FormatError, NetworkError
 from clowder_aimage.http.local_request import LocalRequest
+from clowder_aimage.oci import read_json
 from tests.wait import until_async
 
 URL: Final = "/v1/completions"
@@ -75,7 +78,7 @@ async def ended(store: DirectoryBatchStore, name: str) -> dict[str, Any]:
 
 
 async def written(store: DirectoryBatchStore, pieces: list[str]) -> dict[str, Any]:
-    found = [json.loads(line) async for line in iter_lines(store, pieces)]
+    found = [json.loads(line) async for line in iter_lines(store, pieces, 1 << 20)]
     return {one["custom_id"]: one for one in found}
 
 
@@ -304,11 +307,73 @@ def test_the_record_of_a_batch_stays_short_however_many_pieces_it_has(
         monkeypatch.setattr(store, "put", flaky)
         numbers = [str(number) for number in range(50)]
         for number in numbers:
-            run._add(BatchRequest(number, URL, {}), {"status_code": 200}, None)
+            line = json.dumps({"custom_id": number}).encode() + b"\n"
+            run._add(BatchRequest(number, URL, {}), line, is_good=True)
             with contextlib.suppress(NetworkError):
                 await run._flush()
         assert len(set(named)) == 50 and [count for _, count in record["outputs"]] == [19, 30]
         assert sorted(await written(store, record["outputs"])) == sorted(numbers)
         assert len(json.dumps(record)) < 2000
+
+    play(scene())
+
+
+def test_no_line_is_parsed_where_requests_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = list[threading.Thread]()
+
+    def record_thread(*arguments: Any) -> Any:
+        threads.append(threading.current_thread())
+        return read_json(*arguments)
+
+    monkeypatch.setattr(batch_line, "read_json", record_thread)
+    monkeypatch.setattr(batch_run, "read_json", record_thread)
+
+    async def scene() -> None:
+        store = DirectoryBatchStore(tmp_path)
+        name = await add(store, "a", 'b "\\')
+        server = ScriptedApp(lambda _: (200, b"{}"))
+        async with running(BatchRunner(store, server, lambda: 1)):  # type: ignore[arg-type]
+            record = await ended(store, name)
+        # As after a server that stopped before it had named the files
+        _, revision = (await store.read("", name)) or ({}, 0)
+        batch = record["object"] | {"status": "in_progress", "output_file_id": None}
+        await store.write(name, record | {"object": batch, "runner": None}, revision)
+        async with running(BatchRunner(store, server, lambda: 1)):  # type: ignore[arg-type]
+            batch = (await ended(store, name))["object"]
+        assert batch["request_counts"] == {"total": 2, "completed": 2, "failed": 0}
+        assert server.asked == ["a", 'b "\\']
+        assert len(threads) > 4 and threading.current_thread() not in threads
+
+    play(scene())
+
+
+LARGE_LINES = {
+    "values": b'{"custom_id":"%d","url":"/v1/completions","body":{"a":['
+    + b"[]," * 100_000
+    + b"[]]}}",
+    "bytes": b'{"custom_id":"%d","url":"/v1/completions","body":{"a":"' + b"x" * MAX_LINE + b'"}}',
+    "bytes of no line": b"x" * (MAX_LINE + 1),
+}
+
+
+@pytest.mark.parametrize("kind", LARGE_LINES)
+def test_a_large_line_fails_the_batch(tmp_path: Path, kind: str) -> None:
+    async def scene() -> None:
+        store = DirectoryBatchStore(tmp_path)
+        name = await add(store, "a")
+        record, revision = (await store.read("", name)) or ({}, 0)
+        writer = FileWriter(store)
+        await writer.write(b"\n\n".join([LARGE_LINES[kind]] * 2))
+        await writer.end("in.jsonl", "")
+        await store.write(name, record | {"pieces": writer.chunks}, revision)
+        server = ScriptedApp(lambda _: (200, b"{}"))
+        async with running(BatchRunner(store, server, lambda: 1)):  # type: ignore[arg-type]
+            batch = (await ended(store, name))["object"]
+        faults = batch["errors"]["data"]
+        assert (batch["status"], [fault["line"] for fault in faults]) == ("failed", [1, 2])
+        assert all("the request is too large" in fault["message"] for fault in faults)
+        assert server.asked == []
 
     play(scene())

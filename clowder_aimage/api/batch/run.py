@@ -21,16 +21,19 @@ import tenacity
 from aiohttp import web
 
 from clowder_aimage.api.batch.account import compute_account
+from clowder_aimage.api.batch.line_check import LineCheck, read_custom_ids
 from clowder_aimage.api.batch.store import BatchStore, ChangedRecordError, Record, make_id
 from clowder_aimage.api.batch.stored_file import (
     OUTPUT,
     add_chunk,
     add_file,
     iter_chunk_names,
+    iter_groups,
     iter_lines,
     remove_expired,
 )
-from clowder_aimage.engine.batch_line import MAX_LINES, OVER, BatchRequest, read_line
+from clowder_aimage.engine.batch_line import MAX_LINE, OVER, BatchRequest, read_line
+from clowder_aimage.engine.executor import run_io
 from clowder_aimage.errors import (
     AImageError,
     FormatError,
@@ -47,8 +50,6 @@ from clowder_aimage.http.log import list_frames
 from clowder_aimage.oci import read_json
 
 MAX_ANSWER = 1 << 30  # bytes of a response
-# Malformed lines in the errors of a batch
-MAX_ERRORS = 20
 # Seconds between two records of a running batch
 FLUSH_INTERVAL = 2.0
 # Seconds without a new record after which another server continues
@@ -276,52 +277,31 @@ class BatchRun:
 
     async def _validate(self) -> bool:
         """Check all lines before any is sent; return False if the batch has failed."""
-        wrong, total = await self._find_faults()
+        check = LineCheck(self.batch["endpoint"])
+        async for lines in iter_groups(self.runner.store, self.record["pieces"], MAX_LINE):
+            await run_io(check.check, lines)
+            if check.is_over:
+                break
+        if not check.number:
+            check.add("empty_file", "the file has no requests")
         timestamp = int(await self.runner.store.read_clock())
-        if wrong:
+        if check.faults:
             self.batch.update({"status": "failed", "failed_at": timestamp})
-            self.batch["errors"] = {"object": "list", "data": wrong}
+            self.batch["errors"] = {"object": "list", "data": check.faults}
         elif self.batch["status"] == "validating":
             self.batch.update({"status": "in_progress", "in_progress_at": timestamp})
-        self.batch["request_counts"]["total"] = total
+        self.batch["request_counts"]["total"] = check.number
         await self._save()
-        return not wrong
-
-    async def _find_faults(self) -> tuple[list[dict[str, Any]], int]:
-        """Return the faults of the first malformed lines, and the number of lines."""
-        custom_ids, wrong, number = set[str](), list[dict[str, Any]](), 0
-
-        def add_fault(code: str, message: str, param: str | None = None) -> None:
-            wrong.append({"code": code, "line": number, "message": message, "param": param})
-
-        async for line in iter_lines(self.runner.store, self.record["pieces"]):
-            number += 1
-            if number > MAX_LINES:
-                add_fault("too_many_requests", f"the file has more than {MAX_LINES} requests")
-            if len(wrong) >= MAX_ERRORS or number > MAX_LINES:
-                break
-            try:
-                request = read_line(line)
-            except FormatError as error:
-                add_fault("invalid_request", error.message)
-                continue
-            if request.custom_id in custom_ids:
-                add_fault("duplicate_custom_id", "another line has this custom_id", "custom_id")
-            if request.url != self.batch["endpoint"]:
-                add_fault("mismatched_endpoint", "url must be that of the batch", "url")
-            custom_ids.add(request.custom_id)
-        if not number:
-            add_fault("empty_file", "the file has no requests")
-        return wrong, number
+        return not check.faults
 
     async def _restore_progress(self) -> None:
         """Read the responses that another server stored, and count them."""
         counts = self.batch["request_counts"]
         for kind, count in ("outputs", "completed"), ("errors", "failed"):
             counts[count] = 0
-            async for line in iter_lines(self.runner.store, self.record[kind]):
-                self.done.add(read_json(line, "an answer", MAX_ANSWER)["custom_id"])
-                counts[count] += 1
+            async for lines in iter_groups(self.runner.store, self.record[kind], MAX_ANSWER):
+                self.done.update(await run_io(read_custom_ids, lines))
+                counts[count] += len(lines)
 
     # -- requests
 
@@ -335,7 +315,8 @@ class BatchRun:
         if reason:
             async for request in self._read_unanswered():
                 message = f"the batch was {reason} before this request was answered"
-                self._add(request, None, {"code": f"batch_{reason}", "message": message})
+                error = {"code": f"batch_{reason}", "message": message}
+                self._add(request, _format_line(request, None, error), is_good=False)
         return reason
 
     async def _send_all(self) -> str:
@@ -356,8 +337,8 @@ class BatchRun:
         return reason
 
     async def _read_unanswered(self) -> AsyncIterator[BatchRequest]:
-        async for line in iter_lines(self.runner.store, self.record["pieces"]):
-            request = read_line(line)
+        async for line in iter_lines(self.runner.store, self.record["pieces"], MAX_LINE):
+            request = await run_io(read_line, line)
             if request.custom_id not in self.done:
                 yield request
 
@@ -402,12 +383,8 @@ class BatchRun:
         except Exception as error:
             raise _LostRequestError from error
         name, response = sent
-        body, status = get_body(response), response.status
-        try:
-            value = read_json(body, "an answer", MAX_ANSWER)
-        except FormatError:
-            value = body.decode("utf-8", "replace")
-        self._add(request, {"status_code": status, "request_id": name, "body": value}, None)
+        line = await run_io(_format_answer, request, name, response)
+        self._add(request, line, is_good=response.status == 200)
 
     async def _send(self, request: BatchRequest) -> tuple[str, web.StreamResponse]:
         """Return the id of a request and the response."""
@@ -430,17 +407,8 @@ class BatchRun:
         response = await self.runner.calls.send(local_request)
         return local_request["id"], response
 
-    def _add(
-        self, request: BatchRequest, answer: dict[str, Any] | None, error: dict[str, Any] | None
-    ) -> None:
-        is_good = answer is not None and answer["status_code"] == 200
-        line = {
-            "id": f"batch_req_{secrets.token_hex(12)}",
-            "custom_id": request.custom_id,
-            "response": answer,
-            "error": error,
-        }
-        self.unsaved["outputs" if is_good else "errors"] += json.dumps(line).encode() + b"\n"
+    def _add(self, request: BatchRequest, line: bytes, *, is_good: bool) -> None:
+        self.unsaved["outputs" if is_good else "errors"] += line
         self.batch["request_counts"]["completed" if is_good else "failed"] += 1
         self.done.add(request.custom_id)
 
@@ -486,6 +454,27 @@ class BatchRun:
         timestamp = int(await self.runner.store.read_clock())
         self.batch.update({"status": status, f"{status}_at": timestamp})
         await self._save()
+
+
+def _format_answer(request: BatchRequest, name: str, response: web.StreamResponse) -> bytes:
+    """Return the line of a request whose id is ``name``. Large answers take a while."""
+    value: Any = (body := get_body(response)).decode("utf-8", "replace")
+    with contextlib.suppress(FormatError):
+        value = read_json(body, "an answer", MAX_ANSWER)
+    answer = {"status_code": response.status, "request_id": name, "body": value}
+    return _format_line(request, answer, None)
+
+
+def _format_line(
+    request: BatchRequest, answer: dict[str, Any] | None, error: dict[str, Any] | None
+) -> bytes:
+    line = {
+        "id": f"batch_req_{secrets.token_hex(12)}",
+        "custom_id": request.custom_id,
+        "response": answer,
+        "error": error,
+    }
+    return json.dumps(line).encode() + b"\n"
 
 
 def _is_passing(error: Exception) -> bool:

@@ -18,6 +18,7 @@ from clowder_aimage.api.batch.store import (
     is_id,
     make_id,
 )
+from clowder_aimage.engine.executor import run_io
 from clowder_aimage.http.api_error import ApiError
 
 # Bytes of a chunk, unless one line is larger
@@ -190,16 +191,29 @@ async def remove_unreadable(store: BatchStore, id: str, owner: str | None) -> bo
     return False
 
 
-async def iter_lines(store: BatchStore, chunks: Chunks) -> AsyncIterator[bytes]:
-    """Yield the lines of a file that are not empty, without their ends."""
-    partial_line = b""
+async def iter_lines(store: BatchStore, chunks: Chunks, limit: int) -> AsyncIterator[bytes]:
+    """Yield the lines of a file, as ``iter_groups``."""
+    async for lines in iter_groups(store, chunks, limit):
+        for line in lines:
+            yield line
+
+
+async def iter_groups(store: BatchStore, chunks: Chunks, limit: int) -> AsyncIterator[list[bytes]]:
+    """Yield the lines of each chunk of a file that are not empty, without their ends.
+
+    Of a line with more bytes than ``limit`` there is a part that has more, too.
+    """
+    rest = b""
     for name in iter_chunk_names(chunks):
-        *complete_lines, partial_line = (partial_line + await store.get(name)).split(b"\n")
-        for line in complete_lines:
-            if line.strip():
-                yield line
-    if partial_line.strip():
-        yield partial_line
+        lines, rest = await run_io(_split_lines, rest, await store.get(name), limit)
+        yield lines
+    if rest.strip():
+        yield [rest]
+
+
+def _split_lines(rest: bytes, chunk: bytes, limit: int) -> tuple[list[bytes], bytes]:
+    *lines, rest = (rest + chunk).split(b"\n")
+    return [line for line in lines if line.strip()], rest[: limit + 1]
 
 
 async def remove_expired(store: BatchStore) -> None:
