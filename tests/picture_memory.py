@@ -91,6 +91,9 @@ FILES: Mapping[str, Callable[[], bytes]] = {
     "JPEG CMYK progressive": lambda: encode(draw("CMYK"), "JPEG", progressive=True),
     "WebP": lambda: encode(draw("RGB"), "WEBP", method=0),
     "WebP lossless": lambda: encode(draw("RGBA"), "WEBP", lossless=True, method=0),
+    "WebP lossless and turned": lambda: encode(
+        Image.new("RGBA", (8192, 4096), "navy"), "WEBP", lossless=True, method=0, exif=turned(8)
+    ),
     "PNG turned": lambda: encode(draw("RGB"), exif=turned(6)),
     "JPEG turned": lambda: encode(draw("RGB"), "JPEG", exif=turned(3)),
     "WebP turned": lambda: encode(draw("RGB"), "WEBP", exif=turned(5)),

@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import os
 import sys
+import weakref
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 pytest.importorskip("PIL")
 
-from PIL import Image
+from PIL import Image, ImageOps
 
+from clowder_aimage.pictures.decode import decode
 from clowder_aimage.pictures.fit import fit
-from tests.picture_memory import NARROW
+from tests.picture_memory import NARROW, encode, turned
 from tests.process import run
 
 # Beside the pictures: modules, tables, blocks of the allocator
@@ -84,3 +87,27 @@ def test_cropping_without_the_whole_differs_by_two_levels_at_most(
     left, top = (-((part - size) // 2) for part, size in zip(target, whole.size, strict=True))
     expected = np.asarray(whole.crop((left, top, left + target[0], top + target[1])), np.int16)
     assert np.abs(np.asarray(fit(image, target, "crop")) - expected).max() <= 2
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
+def test_a_picture_is_turned_without_its_decoder(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # That of WebP has two pictures of its own in memory
+    opened, left = list[weakref.ref[Image.Image]](), list[object]()
+    read, turn = Image.open, ImageOps.exif_transpose
+
+    def note(*given: Any, **options: Any) -> Image.Image:
+        image = read(*given, **options)
+        opened.append(weakref.ref(image))
+        return image
+
+    def check(image: Image.Image, *, in_place: bool) -> None:
+        left.extend(each() for each in opened)
+        turn(image, in_place=True)
+
+    monkeypatch.setattr(Image, "open", note)
+    monkeypatch.setattr(ImageOps, "exif_transpose", check)
+    data = encode(Image.new("RGB", (6, 4)), kind, exif=turned(8))
+    assert decode(data, "it").size == (4, 6)
+    assert left == [None]
