@@ -50,6 +50,7 @@ from clowder_aimage.engine.metric import Metrics
 from clowder_aimage.engine.model_fetch import fetch, find, read_model
 from clowder_aimage.engine.queued_request import MakeRequest, ModelSlot, QueuedRequest
 from clowder_aimage.engine.scheduler import ModelScheduler
+from clowder_aimage.engine.schema_trials import SchemaTrials
 from clowder_aimage.engine.transfer_queue import TransferQueue
 from clowder_aimage.errors import AImageError, NoMemoryError, NotFoundError, UsageError
 from clowder_aimage.generation.encoding import PictureEncoding
@@ -89,6 +90,7 @@ class Engine:
         self._first = FirstVariant(store, transfers, limits.first)
         self._clock = clock
         self._scheduler = ModelScheduler(store.roots, limits, metrics, self._events, clock, free)
+        self._trials = SchemaTrials(clock)
         self._requests: set[QueuedRequest] = set()
         self._numbers = itertools.count(1)
         self._pace, self._times = admission.Pace(), PictureTimes()
@@ -328,6 +330,35 @@ class Engine:
         emit: Emit,
     ) -> None:
         """Wait for the model and serve the request; raise DiedError if its process dies."""
+        if isinstance(parameters, TextRequest) and parameters.schema is not None:
+            await self._try_schema(request, stored, parameters, emit)
+        model = await self._wait_for_turn(request, stored, emit)
+        if parameters is not None:
+            await self._generate(model, request, parameters, emit)
+
+    async def _try_schema(
+        self, request: QueuedRequest, stored: StoredAImage, parameters: TextRequest, emit: Emit
+    ) -> None:
+        """Try the schema of a request, which keeps its position in the queue.
+
+        Raises UsageError, SchemaBudgetError; DiedError if the process of the model dies.
+        """
+        async with self._trials.hold(request.caller):
+            request.is_trial = True
+            try:
+                model = await self._wait_for_turn(request, stored, emit)
+                assert request.runner is not None  # noqa: S101 - set when the turn has come
+                name = model.pin_name(request.reference)
+                with self._trials.charge(request.caller):
+                    await request.runner.try_schema(name, parameters)
+            finally:
+                request.is_trial = False
+        request.wait_again()
+
+    async def _wait_for_turn(
+        self, request: QueuedRequest, stored: StoredAImage, emit: Emit
+    ) -> ModelSlot:
+        """Wait for the model, and for a place unless the request is a trial; return the model."""
         model = self._scheduler.enter(request, stored)
         with start_span("queue"):
             await self._wait_in_queue(request, emit)
@@ -336,8 +367,7 @@ class Engine:
             with start_span("load", model=str(model.reference)):
                 await request.turn.wait()
         self.metrics.queue.set(self.waiting)
-        if parameters is not None:
-            await self._generate(model, request, parameters, emit)
+        return model
 
     async def _prepare(self, request: QueuedRequest, stored: StoredAImage) -> None:
         """Load a model while its blobs arrive. Raises the errors of ``make``."""

@@ -100,6 +100,8 @@ class ModelProcess:
                 command, _ = received
                 if command["do"] == "cancel":
                     self._cancelled.add(command["id"])
+                elif command["do"] == "try":
+                    threading.Thread(target=self._try_schema, args=(command,), daemon=True).start()
                 elif command["do"] == "write" and command["request"].get("schema") is not None:
                     threading.Thread(target=self._prepare, args=(command,), daemon=True).start()
                 else:
@@ -107,6 +109,14 @@ class ModelProcess:
         finally:
             self._is_orphaned = True
             self._commands.put(None)
+
+    def _try_schema(self, command: frame.Message) -> None:
+        """Try the schema of a request while others are served."""
+        request_id: int = command["id"]
+        with self._reporting_errors(request_id):
+            request = TextRequest.from_json(command["request"])
+            self._model.try_schema(request, partial(self._is_cancelled, request_id))
+            self._end(request_id)
 
     def _prepare(self, command: frame.Message) -> None:
         """Prepare a request while others are served, then queue it."""

@@ -111,6 +111,7 @@ class QueuedRequest:
     estimated duration, updated after each step; 0 before. ``computed``: the seconds in which
     earlier processes served it. ``deaths`` counts the processes that died while they served it
     with other requests. ``is_suspect``: it may have crashed a process, and is served alone.
+    ``is_trial``: its schema is tried, which takes no place of the model.
     """
 
     reference: Reference
@@ -139,6 +140,7 @@ class QueuedRequest:
     has_output: bool = False
     deaths: int = 0
     is_suspect: bool = False
+    is_trial: bool = False
     moved: asyncio.Event = field(default_factory=asyncio.Event)
     turn: asyncio.Event = field(default_factory=asyncio.Event)
 

@@ -36,6 +36,7 @@ from clowder_aimage.model.text.language_model import (
     Embeddings,
     TextDelta,
     TextEnd,
+    TextRequest,
     Token,
     ToolCall,
 )
@@ -62,6 +63,8 @@ class Runner:
 
     def __init__(self, process: asyncio.subprocess.Process, cancel_timeout: float) -> None:
         self._process, self._cancel_timeout = process, cancel_timeout
+        # Requests that only try a schema
+        self._trials: set[int] = set()
         # By the number of the request; None: of the load. After the process has ended, None
         self._replies: dict[int | None, asyncio.Queue[_Reply | None]] = {None: asyncio.Queue()}
         # The reason, after an invalid frame
@@ -131,7 +134,10 @@ class Runner:
     @property
     def is_free(self) -> bool:
         """Return True if a request would be accepted now."""
-        return self.is_alive and len(self._replies) - 1 < self.parallel
+        return self.is_alive and self._count_served() < self.parallel
+
+    def _count_served(self) -> int:
+        return len(self._replies) - 1 - len(self._trials)
 
     @property
     def pid(self) -> int:
@@ -154,10 +160,25 @@ class Runner:
         """
         while self.cancellations and not self.is_free:
             await asyncio.wait(self.cancellations, return_when=asyncio.FIRST_COMPLETED)
-        number = next(self._numbers)
+        command = _build_command(request, encoding)
+        await self._ask(next(self._numbers), reference, command, on_event)
+
+    async def try_schema(self, reference: str, request: TextRequest) -> None:
+        """Try the schema of a request while others are served. Raises as ``generate``."""
+        number, command = next(self._numbers), {"do": "try", "request": asdict(request)}
+        self._trials.add(number)
+        await self._ask(number, reference, command, lambda _: None)
+
+    async def _ask(
+        self,
+        number: int,
+        reference: str,
+        command: frame.Message,
+        on_event: Callable[[Event], None],
+    ) -> None:
+        """Send a request, and pass its events on up to its end."""
         is_done = False
         self._replies[number] = asyncio.Queue()
-        command = _build_command(request, encoding)
         self._texts.add(command["request"])
         self.send({"id": number, "reference": reference, **command})
         try:
@@ -219,7 +240,7 @@ class Runner:
             self._fault = f"the model process sent an invalid frame: {error}"
             self._kill()
         await asyncio.wait({self.ended})
-        self._is_alone = len(self._replies) <= 2
+        self._is_alone = self._count_served() <= 1
         for replies in self._replies.values():
             replies.put_nowait(None)
 
@@ -293,6 +314,7 @@ class Runner:
 
     def _forget(self, number: int) -> None:
         del self._replies[number]
+        self._trials.discard(number)
         self._opened.discard(number)
 
     def _make_error(self, number: int | None) -> ModelError:

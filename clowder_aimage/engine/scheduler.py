@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from clowder_aimage.engine.admission import EngineLimits
+from clowder_aimage.engine.admission import EngineLimits, compute_share
 from clowder_aimage.engine.event import EventLog, ModelRequest
 from clowder_aimage.engine.metric import Metrics
 from clowder_aimage.engine.queued_request import ModelSlot, QueuedRequest
@@ -152,7 +152,7 @@ class ModelScheduler:
             model = request.model
             if model is None or request.error is not None:
                 continue
-            if model.is_ready and request.make is None:
+            if model.is_ready and (request.make is None or request.is_trial):
                 self._start(request, model)
             elif model.is_ready:
                 if model.is_free and not is_full and self._may_start(request, model):
@@ -163,12 +163,24 @@ class ModelScheduler:
         self._metrics.show_models(model.reference.repository for model in self.list_loaded())
 
     def _may_start(self, request: QueuedRequest, model: ModelSlot) -> bool:
-        """Return True unless a suspect would be served with another request."""
+        """Return True unless others come first, or a suspect would be served with another one."""
+        if self._has_share(request, model):
+            return False
         if request.is_suspect:
             return not (model.served or (model.runner is not None and model.runner.cancellations))
         return not any(
             other_request.is_suspect
             for other_request in (*model.served, *self._list_waiting(model))
+        )
+
+    def _has_share(self, request: QueuedRequest, model: ModelSlot) -> bool:
+        """Return True if the caller has as many places as it may while another caller waits."""
+        caller = request.caller
+        count = sum(served.caller == caller for served in model.served)
+        is_full = model.runner is not None and count >= compute_share(model.runner.parallel)
+        return is_full and any(
+            waiting.caller != caller and not waiting.is_trial
+            for waiting in self._list_waiting(model)
         )
 
     def clear_suspects(self, model: ModelSlot) -> None:

@@ -18,7 +18,7 @@ import pytest
 from clowder_aimage.create import create
 from clowder_aimage.dialect import AImage
 from clowder_aimage.engine import engine, frame, runner
-from clowder_aimage.engine.admission import BusyError
+from clowder_aimage.engine.admission import CALLER, BusyError
 from clowder_aimage.engine.event import Event
 from clowder_aimage.engine.process import ModelProcess
 from clowder_aimage.errors import ModelError, UsageError
@@ -333,7 +333,41 @@ def test_others_are_served_while_a_schema_is_tried(
             await trial
         return text_of(other), caught.value.facts
 
-    assert played(stocked_store, play, parallel=2) == ("b ", {"field": "response_format"})
+    # The only place of the model is that of the other text
+    assert played(stocked_store, play, parallel=1) == ("b ", {"field": "response_format"})
+
+
+def test_a_text_with_a_schema_that_is_accepted_is_written(stocked_store: LayeredStore) -> None:
+    async def play(engine: Any) -> str:
+        return text_of(await heard(engine, asked("a b", schema={"const": True})))
+
+    assert played(stocked_store, play, parallel=1, keep_alive=0) == "a b "
+
+
+def test_the_next_place_is_for_a_caller_that_has_fewer_than_its_share(
+    stocked_store: LayeredStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SCRIPTED_LOG", str(log := tmp_path / "log"))
+
+    async def play(engine: Any) -> None:
+        def ask(caller: str, text: str) -> asyncio.Task[list[Event]]:
+            CALLER.set(caller)
+            return asyncio.create_task(heard(engine, asked(text)))
+
+        mine = [ask("me", f"mine{number} " + "slow " * 400) for number in range(4)]
+        await until_async(lambda: log.exists() and log.read_text().count("mine") == 4)
+        later = ask("me", "later")
+        await until_async(lambda: engine.waiting == 1)
+        theirs = ask("others", "theirs")
+        await until_async(lambda: engine.waiting == 2)
+        mine[0].cancel()
+        await asyncio.gather(later, theirs)
+        for task in mine:
+            task.cancel()
+        await asyncio.wait(mine)
+
+    played(stocked_store, play, parallel=4)
+    assert log.read_text().split()[4:] == ["theirs", "later"]
 
 
 def test_a_client_that_leaves_ends_the_trial_of_its_schema(

@@ -168,8 +168,14 @@ class LlamaModel:
         vectors = tuple(_normalize(row["embedding"]) for row in rows)
         return Embeddings(vectors, int(answer["usage"]["prompt_tokens"]))
 
+    def try_schema(self, request: TextRequest, is_cancelled: Callable[[], bool]) -> None:
+        """Try the grammar of a request; see LanguageModel."""
+        check_request(request, self.capabilities)
+        if request.schema is not None:
+            self._grammars.build(request.schema, is_cancelled)
+
     def prepare(self, request: TextRequest, is_cancelled: Callable[[], bool]) -> None:
-        """Try the grammar of a request, and wait until it may be used; see LanguageModel."""
+        """Wait until the grammar of a request may be used; see LanguageModel."""
         check_request(request, self.capabilities)
         if request.schema is None:
             return

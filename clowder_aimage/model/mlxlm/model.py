@@ -122,6 +122,10 @@ class MlxModel:
             features |= {THINKING} if self._template.has_thinking else set()
         return frozenset(features | ({EMBEDDING} if self._embedding else set()))
 
+    def try_schema(self, request: TextRequest, is_cancelled: Callable[[], bool]) -> None:  # noqa: ARG002
+        """Refuse a schema: there are no grammars."""
+        check_request(request, self.capabilities)
+
     def prepare(self, request: TextRequest, is_cancelled: Callable[[], bool]) -> None:
         """Return at once: nothing takes long before the turn of a request."""
 

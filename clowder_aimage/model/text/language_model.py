@@ -294,6 +294,12 @@ class LanguageModel(Protocol):
     def dtype(self) -> str:
         """Return the type of the computation, or of the weights."""
 
+    def try_schema(self, request: TextRequest, is_cancelled: Callable[[], bool]) -> None:
+        """Try the schema of a request, on any thread, before the request takes a place.
+
+        Raises UsageError, as ``generate``, if it cannot be used.
+        """
+
     def prepare(self, request: TextRequest, is_cancelled: Callable[[], bool]) -> None:
         """Do work for a request that may take long, on any thread; ``generate`` needs its result.
 
