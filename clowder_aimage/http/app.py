@@ -17,7 +17,6 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from functools import partial
 
 from aiohttp import ClientError, web
-from aiohttp.hdrs import METH_ALL
 from aiohttp.typedefs import Handler, Middleware
 
 from clowder_aimage.content import telemetry
@@ -31,8 +30,8 @@ from clowder_aimage.http.api_error import ADVICE, INTERFACE, OCI, OPENAI, ApiErr
 from clowder_aimage.http.body_stream import build_size_error, check_coding, check_type
 from clowder_aimage.http.caller import identify_caller, identify_owner
 from clowder_aimage.http.caller_ledger import CallerLedger
-from clowder_aimage.http.local_request import Request
-from clowder_aimage.http.log import list_frames
+from clowder_aimage.http.local_request import LocalRequest, Request
+from clowder_aimage.http.log import list_frames, name_method
 from clowder_aimage.http.loop_watch import watch_requests
 from clowder_aimage.http.operation import BODY
 from clowder_aimage.http.response_writer import abort
@@ -55,7 +54,7 @@ _UNSUPPORTED = re.compile(
     r"|moderations|videos|files|uploads|batches|fine_tuning|assistants|threads|vector_stores"
     r"|realtime)(/.*)?|/api/(chat|embed|embeddings|create|blobs)(/.*)?"
 )
-_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_ID, _OUR_ID = re.compile(r"[A-Za-z0-9._-]{1,64}"), re.compile(r"[0-9a-f]{16}")
 
 _log = logging.getLogger("aimage.http")
 
@@ -127,8 +126,10 @@ async def account(
     handle: Callable[[], Awaitable[web.StreamResponse]],
 ) -> web.StreamResponse:
     """Handle a request to ``route``, count it for the roles, and log one line about it."""
-    stated_id, route_name = request.headers.get("X-Request-Id", ""), route or "unknown"
-    request["id"] = stated_id if _ID.fullmatch(stated_id) else secrets.token_hex(8)
+    route_name, stated_id = route or "unknown", _get_stated_id(request)
+    # The log has no text of a client; a request of this process has the id of a gateway
+    is_ours = isinstance(request, LocalRequest) and _OUR_ID.fullmatch(stated_id)
+    request["id"] = stated_id if is_ours else secrets.token_hex(8)
     started, status, sent = time.perf_counter(), CLIENT_CLOSED_REQUEST, 0
     try:
         response = await _trace(request, route, handle)
@@ -145,21 +146,27 @@ async def account(
         for role in roles:
             role.count(Exchange(request.method, route_name, status, seconds, received, sent))
         facts = {
-            "method": request.method[:20],
+            "method": name_method(request.method),
             "route": route_name,
             "status": status,
             "seconds": round(seconds, 4),
             "id": request["id"],
         }
         if find_interface(request) == OCI:
-            facts |= {"path": _format_path(request), "received": received, "sent": sent}
-        elif route is None:
-            facts["path"] = _format_path(request)
+            facts |= {"received": received, "sent": sent}
+            if route is not None:
+                facts["path"] = _format_path(request)
         if "model" in request:
             facts["model"] = str(request["model"])
         # nodes request ranges from each other by the hundred
         level = logging.DEBUG if "Aimage-Node" in request.headers else logging.INFO
         _log.log(level, "request", extra=facts)
+
+
+def _get_stated_id(request: Request) -> str:
+    """Return the id that a client has chosen for a request, or "" if it is none."""
+    stated_id = request.headers.get("X-Request-Id", "")
+    return stated_id if _ID.fullmatch(stated_id) else ""
 
 
 def _count_received(request: Request) -> int:
@@ -171,7 +178,7 @@ async def _trace(
 ) -> web.StreamResponse:
     """Handle a request in a span (OpenTelemetry, "Semantic Conventions for HTTP Spans")."""
     route = route or ""
-    method = request.method if request.method in METH_ALL else "_OTHER"
+    method = name_method(request.method)
     with telemetry.start_span(f"{method} {route}".strip(), headers=request.headers) as span:
         response = await handle()
         if span is not None:
@@ -327,23 +334,37 @@ def _read_body(bodies: Mapping[web.AbstractRoute, int | None]) -> Middleware:
         if limit is None:
             return await handler(request)
         check_coding(request)
-        announced = request.content_length or 0
-        if announced > limit:
+        if (request.content_length or 0) > limit:
             raise build_size_error()
-        request["body"].add(announced)
         try:
             async with asyncio.timeout(BODY_TIMEOUT):
-                size = len(await request.read())
+                size = await _read_counted(request, limit)
         except TimeoutError:
             raise ApiError(408, "timed out reading the request body", code="timeout") from None
-        if size > limit:
-            raise build_size_error()
-        request["body"].add(max(0, size - announced))
         if size and request.match_info.route in bodies:
             check_type(request)
         return await handler(request)
 
     return middleware
+
+
+async def _read_counted(request: web.Request, limit: int) -> int:
+    """Read the body for ``request.read()``, counting what has arrived; return its size.
+
+    Raises ApiError (413, 429) as soon as it is too large.
+    """
+    announced = request.content_length or 0
+    request["body"].add(announced)
+    raw = bytearray()
+    async for piece in request.content.iter_any():
+        raw += piece
+        if len(raw) > limit:
+            raise build_size_error()
+        # The body of a chunked request has no announced size
+        request["body"].add(len(piece) if not announced else 0)
+    # Handlers call read(), which would have taken all of it before it is counted
+    request._read_bytes = bytes(raw)  # noqa: SLF001
+    return len(raw)
 
 
 async def _set_common_headers(request: web.Request, response: web.StreamResponse) -> None:
@@ -363,4 +384,4 @@ async def _set_common_headers(request: web.Request, response: web.StreamResponse
         response.headers["Access-Control-Expose-Headers"] = _EXPOSED
         response.headers["Vary"] = "Origin"
     if "id" in request:
-        response.headers["X-Request-Id"] = request["id"]
+        response.headers["X-Request-Id"] = _get_stated_id(request) or request["id"]

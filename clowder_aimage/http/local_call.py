@@ -20,6 +20,7 @@ from clowder_aimage.http.api_error import ADVICE
 from clowder_aimage.http.app import account, build_url_error, check_running, convert_errors
 from clowder_aimage.http.body_stream import build_size_error
 from clowder_aimage.http.local_request import LocalRequest
+from clowder_aimage.http.log import name_method
 from clowder_aimage.http.loop_watch import WatchedCoroutine
 from clowder_aimage.http.route import Role, SharedRoute
 
@@ -46,7 +47,9 @@ class LocalCalls:
         handle = partial(convert_errors, request, partial(self._handle, request, route))
         work = account((self._role,), request, name, handle)
         try:
-            return await WatchedCoroutine(work, f"{request.method[:20]} {name or 'unknown'}")
+            return await WatchedCoroutine(
+                work, f"{name_method(request.method)} {name or 'unknown'}"
+            )
         except ConnectionError:
             if request.failure is not None:
                 raise request.failure from None

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, TextIO
 
 import structlog
+from aiohttp.hdrs import METH_ALL
 from aiohttp.http_exceptions import HttpProcessingError
 
 from clowder_aimage.errors import AImageError
@@ -93,6 +94,11 @@ class LogFilter:
             record.error = f"{type(error).__name__}: {text}" if text else type(error).__name__
         record.exc_info = record.exc_text = record.stack_info = None
         return True
+
+
+def name_method(method: str) -> str:
+    """Return a method of HTTP, or "_OTHER" for another text of a client (OpenTelemetry's name)."""
+    return method if method in METH_ALL else "_OTHER"
 
 
 def list_frames(error: BaseException) -> list[str]:

@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from clowder_aimage.http.log import name_method
+
 # Seconds of CPU time between two points at which other tasks run
 BLOCKED = 0.05
 _T = TypeVar("_T")
@@ -67,7 +69,9 @@ async def watch_requests(request: web.Request, handler: Handler) -> web.StreamRe
     """Measure the steps of each request."""
     resource = request.match_info.route.resource
     route = resource.canonical if resource is not None else "unknown"
-    return await WatchedCoroutine(_handle(handler, request), f"{request.method[:20]} {route}")
+    return await WatchedCoroutine(
+        _handle(handler, request), f"{name_method(request.method)} {route}"
+    )
 
 
 async def _handle(handler: Handler, request: web.Request) -> web.StreamResponse:

@@ -7,6 +7,7 @@ import contextlib
 import contextvars
 import hashlib
 import json
+import logging
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
@@ -35,6 +36,7 @@ from clowder_aimage.http.app import build_app
 from clowder_aimage.http.caller import compute_name
 from clowder_aimage.http.caller_ledger import Bound, CallerBounds, CallerLedger
 from clowder_aimage.http.local_request import LocalRequest
+from clowder_aimage.http.operation import BODY
 from clowder_aimage.http.route import INFER, Role, Route
 from clowder_aimage.http.token_file import TokenFile
 from tests.wait import until_async
@@ -99,6 +101,7 @@ class BatchRole(Role):
             async def ask(token: str, method: str, path: str, **options: Any) -> Any:
                 headers = {"Authorization": f"Bearer {token}", "Host": "localhost"}
                 headers |= {"Content-Type": "application/json"} if "data" not in options else {}
+                headers |= options.pop("headers", {})
                 answer = await client.request(method, path, headers=headers, **options)
                 body = await answer.read()
                 value = json.loads(body) if answer.content_type == "application/json" else body
@@ -391,6 +394,42 @@ def test_the_bodies_in_progress_of_a_token_are_bounded(tmp_path: Path) -> None:
     play(scene)
 
 
+@pytest.mark.parametrize(
+    ("pieces", "status", "word"),
+    [
+        ([400, 700], 429, "progress"),
+        ([700], 429, "progress"),
+        ([100] * 9, 429, "progress"),
+        ([BODY, 1], 413, "large"),
+    ],
+)
+def test_a_body_without_an_announced_size_counts_while_it_arrives(
+    tmp_path: Path, pieces: list[int], status: int, word: str
+) -> None:
+    async def arrive(sizes: list[int]) -> AsyncIterator[bytes]:
+        for size in sizes:
+            yield b" " * size
+        await asyncio.sleep(3600)
+
+    async def scene() -> None:
+        limit = 1000 if status == 429 else 2 * BODY
+        role = BatchRole(tmp_path, CallerBounds(max_body_bytes=limit))
+        async with role.serving() as ask:
+            held = asyncio.create_task(ask(MINE, "POST", "/hold", data=arrive([500])))
+            await until_async(lambda: bool(role.ledger._amounts))
+            check_refusal(
+                await ask(MINE, "POST", "/hold", data=arrive(pieces)),
+                status,
+                word,
+                waits=status == 429,
+            )
+            held.cancel()
+            await asyncio.wait([held])
+            await until_async(lambda: not role.ledger._amounts)
+
+    play(scene)
+
+
 def test_a_bound_is_for_each_caller() -> None:
     ledger, bound = CallerLedger(), Bound("files", 3, 429)
     with ledger.hold(bound, "a", 1) as first, ledger.hold(bound, "a") as second:
@@ -520,4 +559,36 @@ def test_a_record_that_cannot_be_read_is_left_out(
             assert sorted(vars(entry)["id"] for entry in lines) == sorted(ids[1:3])
             assert "SECRET" not in str([vars(entry) for entry in caplog.records])
 
+    play(scene)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "headers"),
+    [
+        ("GET", "/v1/files", {"X-Request-Id": "SECRET"}),
+        ("GET", "/v1/files", {"X-Request-Id": "0123456789abcdef"}),
+        ("GET", "/v1/files?after=SECRET", {"User-Agent": "SECRET"}),
+        ("GET", "/nope/SECRET", {}),
+        ("GET", "/v2/SECRET", {}),
+        ("GET", "/api/SECRET", {}),
+        ("GET", "/v1/files/SECRET", {"Aimage-Node": "SECRET"}),
+    ],
+)
+def test_the_log_has_no_text_of_a_request(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    method: str,
+    path: str,
+    headers: dict[str, str],
+) -> None:
+    async def scene() -> None:
+        async with BatchRole(tmp_path).serving() as ask:
+            _, _, answer_headers = await ask(MINE, method, path, headers=headers)
+        stated_id = headers.get("X-Request-Id")
+        assert stated_id in (None, answer_headers["X-Request-Id"])
+        (line,) = [vars(entry) for entry in caplog.records if entry.msg == "request"]
+        assert line["id"] != stated_id
+        assert "SECRET" not in str([vars(entry) for entry in caplog.records])
+
+    caplog.set_level(logging.DEBUG, "aimage")
     play(scene)
