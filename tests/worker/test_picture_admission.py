@@ -93,6 +93,36 @@ def test_decoding_for_clients_that_left_stops_no_other_work(
     asyncio.run(main())
 
 
+def test_a_server_that_ends_reports_no_upload_that_still_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    end, begun, errors = threading.Event(), threading.Event(), list[object]()
+
+    def remove(*_: object) -> None:
+        begun.set()
+        end.wait(30)
+
+    monkeypatch.setattr(PictureUploads, "_end", remove)
+    anything: Any = SimpleNamespace(store=SimpleNamespace(lease=lambda: None))
+
+    async def serve() -> None:
+        async with PictureUploads(anything).open(anything) as upload:
+            upload.body.is_counted = True
+
+    loop = asyncio.new_event_loop()
+    loop.set_exception_handler(lambda _, context: errors.append(context))
+    try:
+        task = loop.create_task(serve())
+        loop.run_until_complete(until_async(begun.is_set))
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        end.set()
+        loop.run_until_complete(asyncio.wait([task]))
+    finally:
+        end.set()
+        loop.close()
+    assert not errors
+
+
 @pytest.mark.parametrize(
     ("size", "seconds"),
     [

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import threading
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -83,19 +82,9 @@ class PictureUploads:
         self._lock = threading.Lock()
         self._endings: set[asyncio.Task[None]] = set()
 
-    @contextlib.asynccontextmanager
-    async def open(self, request: Request) -> AsyncIterator[PictureUpload]:
-        """Yield the upload of a request; its pictures are in the store until the context ends."""
-        upload = PictureUpload(self, PictureBody(request, self), self.service.store.lease())
-        try:
-            yield upload
-        finally:
-            # Shielded: a disconnection cancels this task, and the pictures must be removed
-            if upload.body.is_counted:
-                ending = asyncio.create_task(self._close(upload))
-                self._endings.add(ending)
-                ending.add_done_callback(self._endings.discard)
-                await asyncio.shield(ending)
+    def open(self, request: Request) -> PictureUpload:
+        """Return the upload of a request; its pictures are in the store until its context ends."""
+        return PictureUpload(self, PictureBody(request, self), self.service.store.lease())
 
     def enter(self) -> None:
         """Count a request with pictures. Raises BusyError, StoppedError."""
@@ -118,6 +107,14 @@ class PictureUploads:
             if is_new:
                 self._added.add(content.digest)
         return stored
+
+    async def close(self, upload: PictureUpload) -> None:
+        """End a request, also if this task is cancelled meanwhile, as by a disconnection."""
+        if upload.body.is_counted:
+            ending = asyncio.create_task(self._close(upload))
+            self._endings.add(ending)
+            ending.add_done_callback(self._endings.discard)
+            await asyncio.shield(ending)
 
     async def _close(self, upload: PictureUpload) -> None:
         """Wait for the threads of a request, then end it."""
@@ -157,6 +154,13 @@ class PictureUpload:
     lease: Lease
     stored: list[Descriptor] = field(default_factory=list)
     work: list[asyncio.Task[Any]] = field(default_factory=list)
+
+    # Not a generator: the end of a server would close one that still waits for its threads
+    async def __aenter__(self) -> PictureUpload:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.uploads.close(self)
 
     async def keep(
         self, sources: Sources, painted: str = "auto", model: AImage | None = None
