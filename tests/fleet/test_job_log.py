@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from nats.aio.msg import Msg
 
 from clowder_aimage.engine.admission import NEVER
 from clowder_aimage.errors import FormatError, NetworkError, NotFoundError
 from clowder_aimage.fleet.frame import BEGIN, END, RELEASED, Attempt
 from clowder_aimage.fleet.job import log as job_log
 from clowder_aimage.fleet.job import reader as job_reader
+from clowder_aimage.fleet.job.choice import Key
 from clowder_aimage.fleet.job.envelope import JOB, TICKET
 from clowder_aimage.fleet.job.job import FleetJob
 from clowder_aimage.fleet.job.log import JobLog, SupersededError
@@ -276,7 +278,10 @@ def test_what_a_job_stored_is_removed_when_it_is_over(play: Play) -> None:
     play(scene)
 
 
-def test_a_job_that_another_worker_sent_back_to_the_queue_is_not_begun_twice(play: Play) -> None:
+@pytest.mark.parametrize("taker", ["w1", "w2"])
+def test_a_job_that_another_worker_sent_back_to_the_queue_is_not_begun_twice(
+    play: Play, monkeypatch: pytest.MonkeyPatch, taker: str
+) -> None:
     """Any worker may do so with the messages of others, by their numbers."""
 
     async def scene(fleet: FleetRun) -> None:
@@ -295,14 +300,17 @@ def test_a_job_that_another_worker_sent_back_to_the_queue_is_not_begun_twice(pla
             async with fleet.worker("w2", other) as second, fleet.opened_gateway_link() as link:
                 await fleet.know(url, 2)
                 (run,) = first._runs.values()
-                for _ in range(3):
-                    await link.client.publish(run.message.reply, b"-NAK")
-                    await asyncio.sleep(0.1)
+                first.takes_jobs, second.takes_jobs = taker == "w1", taker == "w2"
+                worker = first if taker == "w1" else second
+                delivered, serve = list[Msg](), worker._serve
 
-                async def is_given_back() -> bool:
-                    return not second._tasks
+                async def take(message: Msg, key: Key) -> None:
+                    await serve(message, key)
+                    delivered.append(message)
 
-                await until_async(is_given_back)
+                monkeypatch.setattr(worker, "_serve", take)
+                await link.client.publish(run.message.reply, b"-NAK")
+                await until_async(lambda: delivered)
                 may_end.set()
                 assert (await asked)[0] == 200
                 kinds = await read_kinds(link, run.job.id)
