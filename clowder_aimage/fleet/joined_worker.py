@@ -32,7 +32,6 @@ from clowder_aimage.fleet.job.log import JobLog
 from clowder_aimage.fleet.job.mark import MarkChain
 from clowder_aimage.fleet.job.request import answer_call
 from clowder_aimage.fleet.job.run import (
-    ACK_WAIT,
     DONE,
     GIVEN_BACK,
     GIVEN_UP,
@@ -255,8 +254,7 @@ class JoinedWorker(Role):
             async with extend_deadline(message):
                 job = await self._read_job(envelope, key)
             if job.id in self._runs:
-                # Its acknowledgement counts for this message, too.
-                await message.nak(delay=ACK_WAIT)
+                # Its acknowledgement counts for this message, too; without one it comes again.
                 return
             run = JobRun(
                 self._link,

@@ -111,7 +111,12 @@ class BatchRoutes:
         try:
             async with asyncio.timeout(TIMEOUT):
                 name, form = await _read_form(request, writer, stored_bytes)
-            file = await writer.end(name, owner, keep=form.seconds)
+            async with self._lock(owner):
+                # Other uploads may have ended since this one began.
+                account = await self._read_account(owner)
+                self._bounds.files.check(account.files + 1)
+                self._bounds.stored_bytes.check(account.bytes + stored_bytes.amount)
+                file = await writer.end(name, owner, keep=form.seconds)
         except BaseException as error:
             await asyncio.shield(writer.abandon())
             if isinstance(error, TimeoutError):

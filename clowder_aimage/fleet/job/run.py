@@ -108,7 +108,8 @@ class JobRun:
             await self._acknowledge()
             return DONE
         if await self._is_served_elsewhere(chain):
-            return await self._give_back(ACK_WAIT)
+            # Without an acknowledgement of that worker it is delivered again.
+            return GIVEN_BACK
         attempt = Attempt.following(chain.last)
         if self.worker in attempt.past and self._has_others(attempt.past):
             return await self._give_back()
@@ -235,9 +236,9 @@ class JobRun:
         with contextlib.suppress(*LOST):
             await self.message.term()
 
-    async def _give_back(self, delay: float = LATER) -> str:
+    async def _give_back(self) -> str:
         with contextlib.suppress(*LOST):
-            await self.message.nak(delay=delay)
+            await self.message.nak(delay=LATER)
         return GIVEN_BACK
 
     async def _release(self, log: JobLog, kind: str, reason: str) -> None:
