@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 def test_no_job_is_lost_or_answered_with_anothers_picture() -> None:
     pytest.importorskip("mlx.core", reason="mlx is not installed")
     find_program("nats-server")
-    sizes = {"workers": 3, "gateways": 2, "jobs": 240, "clients": 16, "every": 2}
+    sizes = {"workers": 3, "gateways": 2, "jobs": 600, "clients": 16, "every": 2}
     options = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
     command = [sys.executable, "-m", "benchmarks.jobs", "--json", *options]
     done = run(command, text=True, timeout=600, cwd=ROOT)
