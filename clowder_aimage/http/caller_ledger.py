@@ -10,9 +10,13 @@ import contextlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from clowder_aimage.engine.settings import CallerSettings
 from clowder_aimage.http.api_error import ApiError
+
+if TYPE_CHECKING:
+    # A registry does without pydantic.
+    from clowder_aimage.engine.settings import CallerSettings
 
 # Seconds in which a batch counts as open even if it has ended
 RECENT = 60
