@@ -29,7 +29,7 @@ AT_START = ("LANG", "LC_", "LD_", "MALLOC_", "MKL_", "OMP_", "OPENBLAS_", "PYTHO
 POOLS = (
     "aimage-hub",
     *("aimage-write", "aimage-mlx", "asyncio", "waitpid"),
-    *("aimage-io", "aimage-locking", "aimage-generation", "aimage-probe"),
+    *("aimage-io", "aimage-locking", "aimage-decoding", "aimage-generation", "aimage-probe"),
 )
 # For programs that become another user, who may not be allowed to read the interpreter's modules:
 # those that are loaded late, in functions
