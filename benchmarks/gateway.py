@@ -44,7 +44,8 @@ from clowder_aimage.api.request_body import read_checked
 from clowder_aimage.cli.console.fleet_access import build_fleet_access
 from clowder_aimage.errors import NotFoundError
 from clowder_aimage.fleet.joined_worker import JoinedWorker, WorkerIdentity
-from clowder_aimage.fleet.link import WORKER, FleetLink
+from clowder_aimage.fleet.link import FleetLink
+from clowder_aimage.fleet.name import WORKER
 from clowder_aimage.http.app import build_app
 from clowder_aimage.http.listening_socket import listen
 from clowder_aimage.http.local_call import LocalCalls

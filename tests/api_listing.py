@@ -44,8 +44,8 @@ def worker_routes(*, makes_pictures: bool = True) -> list[Route]:
 def gateway_routes() -> list[Route]:
     from clowder_aimage.fleet.gateway.metric import GatewayMetrics
     from clowder_aimage.fleet.gateway.role import GatewayRole
-    from clowder_aimage.fleet.link import GATEWAY, FleetAccess, FleetLink
-    from clowder_aimage.fleet.name import FleetNames
+    from clowder_aimage.fleet.link import FleetAccess, FleetLink
+    from clowder_aimage.fleet.name import GATEWAY, FleetNames
     from clowder_aimage.oci import Digest, Reference
 
     def resolve(reference: Reference) -> Digest:

@@ -29,7 +29,7 @@ from clowder_aimage.fleet.job.choice import JobChoice, Key
 from clowder_aimage.fleet.job.envelope import JOB, TICKET, JobEnvelope
 from clowder_aimage.fleet.job.job import FleetJob
 from clowder_aimage.fleet.job.log import JobLog
-from clowder_aimage.fleet.job.mark import MarkChain
+from clowder_aimage.fleet.job.mark import read_chain
 from clowder_aimage.fleet.job.request import answer_call
 from clowder_aimage.fleet.job.run import (
     DONE,
@@ -39,8 +39,8 @@ from clowder_aimage.fleet.job.run import (
     JobRun,
     extend_deadline,
 )
-from clowder_aimage.fleet.key import GATEWAY, OPERATOR
 from clowder_aimage.fleet.link import LOST, FleetLink
+from clowder_aimage.fleet.name import GATEWAY, OPERATOR
 from clowder_aimage.fleet.placement import Placement, SlotCounter
 from clowder_aimage.fleet.signature import SignedMessage
 from clowder_aimage.fleet.store_view import StoreView
@@ -324,8 +324,7 @@ class JoinedWorker(Role):
         """End a job that no worker can read. Raises AImageError, LOST."""
         headers, link = message.headers or {}, self._link
         ticket = JobTicket.parse(headers.get(JOB, ""), headers.get(TICKET, ""))
-        marks = await link.read_marks(ticket.job)
-        chain = MarkChain(ticket).add_all(frame for _, frame in marks)
+        chain = await read_chain(link, ticket)
         if not chain.is_over:
             log = JobLog(link, self._identity.id, Attempt.following(chain.last), ticket)
             text = f"the job was given up, as no worker can read it: {error.message}"

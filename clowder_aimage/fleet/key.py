@@ -25,7 +25,6 @@ from pydantic import ConfigDict, Field, TypeAdapter
 from clowder_aimage.errors import FormatError, UsageError, VerificationError
 from clowder_aimage.fleet.field import STRICT, Id, read_fields
 
-GATEWAY, OPERATOR = "gateway", "operator"
 ROOT, SIGNER = nkeys.PREFIX_BYTE_OPERATOR, nkeys.PREFIX_BYTE_USER
 # Bytes of a key set at most: some thousand keys.
 MAX_KEY_SET = 512 << 10

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from clowder_aimage.errors import UsageError, VerificationError
-from clowder_aimage.fleet.key import GATEWAY, OPERATOR, ROOT, SIGNER, FleetKey, KeySet
+from clowder_aimage.fleet.key import ROOT, SIGNER, FleetKey, KeySet
 from clowder_aimage.fleet.key_change import KeyBucket, Keys, add_key, build_key, choose_name
 from clowder_aimage.fleet.key_files import KeyDirectory, read_seed, write_seed
-from clowder_aimage.fleet.name import FleetNames
+from clowder_aimage.fleet.name import GATEWAY, OPERATOR, FleetNames
 
 _ROLES = (OPERATOR, GATEWAY)
 

@@ -38,7 +38,7 @@ from clowder_aimage.errors import (
 )
 from clowder_aimage.fleet.frame import Frame
 from clowder_aimage.fleet.key import FleetKey, KeySet
-from clowder_aimage.fleet.name import KEY_SET, FleetNames
+from clowder_aimage.fleet.name import GATEWAY, KEY_SET, OPERATOR, WORKER, FleetNames
 from clowder_aimage.fleet.server_clock import ServerClock
 from clowder_aimage.fleet.signature import MessageSigner, MessageVerifier
 from clowder_aimage.fleet.stream import FleetShape, describe_differences
@@ -74,7 +74,6 @@ _WRONG_LAST, _NO_LEADER, _FEW_SERVERS = 10071, 10008, 10005
 # A cluster that elects a leader.
 _UNSETTLED = (10004, _FEW_SERVERS, _NO_LEADER, 10009)
 _log = logging.getLogger("aimage.fleet")
-GATEWAY, WORKER, OPERATOR = "gateway", "worker", "operator"
 LOST = (NatsError, TimeoutError, OSError)
 # Reasons that waiting does not remove.
 _LASTING = (UsageError, UnauthorizedError, VerificationError)

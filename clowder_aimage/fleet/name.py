@@ -19,8 +19,9 @@ DEFAULT_FLEET = "aimage"
 _MAX_WORKER = 64
 # The digest of a job becomes part of names of consumers.
 _ENCODED = re.compile("[0-9a-f]{64}|[0-9a-f]{128}")
-# In the place of a worker in the subjects of marks. No worker has this name.
-GATEWAYS = "gateway"
+# The roles of programs. The first is in the place of a worker in the subjects of the marks of
+# gateways: no worker has this name.
+GATEWAY, WORKER, OPERATOR = "gateway", "worker", "operator"
 # The key of the key set in its bucket
 KEY_SET = "keys"
 # An id, a digest, or the name of a chunk
@@ -114,7 +115,7 @@ class FleetNames:
     def build_mark_subject(self, writer: str, job: str) -> str:
         """Return the subject of the marks of a worker, or of gateways, for a job.
 
-        ``*`` is any writer, GATEWAYS are the gateways.
+        ``*`` is any writer, GATEWAY all gateways.
         """
         return self._join("mark", writer, job)
 

@@ -10,18 +10,15 @@ lead nowhere.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from clowder_aimage.fleet.key import GATEWAY, OPERATOR
-from clowder_aimage.fleet.name import DEFAULT_FLEET, GATEWAYS, FleetNames
+from clowder_aimage.fleet.field import is_id
+from clowder_aimage.fleet.name import DEFAULT_FLEET, GATEWAY, OPERATOR, WORKER, FleetNames
 
-WORKER = "worker"
 ROLES = (OPERATOR, GATEWAY, WORKER)
 # In the place of the name of a worker: the user of workers that trust each other.
 ANY_WORKER = "*"
-_WORKER_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _API = "$JS.API"
 # Characters of a line
 _WIDTH = 84
@@ -29,7 +26,7 @@ _WIDTH = 84
 
 def is_worker_name(name: str) -> bool:
     """Return True for a name that a worker may have: it is a part of subjects."""
-    return _WORKER_NAME.fullmatch(name) is not None and name != GATEWAYS
+    return is_id(name) and name != GATEWAY
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +127,7 @@ def _build_gateway_permissions(names: FleetNames) -> Permissions:
         publish=(
             f"{names.fleet}.job.>",
             f"{names.fleet}.body.>",
-            names.build_mark_subject(GATEWAYS, "*"),
+            names.build_mark_subject(GATEWAY, "*"),
             names.announcements,
             names.build_cancel_subject("*"),
             names.build_call_subject("*"),

@@ -9,11 +9,14 @@ from nats.js import JetStreamContext, api
 from nats.js.errors import NotFoundError
 
 from clowder_aimage.fleet.name import FleetNames
+from clowder_aimage.fleet.signature import SKEW, VALID
 
 # Seconds after its last report that a worker counts as gone.
 STATUS_TTL = 15.0
 # Seconds in which a frame that is published twice is one frame.
 REPEATED = 120.0
+# Seconds that marks are kept at least: as long as a signed job could be stored again.
+MIN_KEEP = VALID + 2 * SKEW
 # Bytes of the stream of marks at least.
 MIN_MARKS = 16 << 20
 _HOUR, _DAY = 3600.0, 86400.0
@@ -37,11 +40,17 @@ class FleetShape:
         A full stream refuses messages (``discard``): nothing is lost silently.
         """
 
-        def stream(name: str, *subjects: str, **options: Any) -> api.StreamConfig:
+        def stream(
+            name: str,
+            *subjects: str,
+            retention: api.RetentionPolicy = api.RetentionPolicy.LIMITS,
+            **options: Any,
+        ) -> api.StreamConfig:
             return api.StreamConfig(
                 name=name,
                 subjects=list(subjects),
                 storage=api.StorageType.FILE,
+                retention=retention,
                 discard=api.DiscardPolicy.NEW,
                 num_replicas=self.replicas,
                 **options,
@@ -60,7 +69,6 @@ class FleetShape:
         logs = stream(
             names.logs,
             f"{fleet}.log.*.*",
-            retention=api.RetentionPolicy.LIMITS,
             max_bytes=self.max_bytes,
             max_age=self.keep,
             duplicate_window=min(REPEATED, self.keep),
@@ -69,7 +77,6 @@ class FleetShape:
         marks = stream(
             names.marks,
             f"{fleet}.mark.*.*",
-            retention=api.RetentionPolicy.LIMITS,
             max_bytes=max(self.max_bytes // 16, MIN_MARKS),
             max_age=self.keep,
             duplicate_window=min(REPEATED, self.keep),
@@ -78,7 +85,6 @@ class FleetShape:
         bodies = stream(
             names.bodies,
             f"{fleet}.body.*.*",
-            retention=api.RetentionPolicy.LIMITS,
             max_bytes=self.max_bytes // 4,
             max_age=self.keep_jobs,
             allow_direct=True,
@@ -86,14 +92,12 @@ class FleetShape:
         dead = stream(
             names.dead,
             f"{fleet}.dead.*.*",
-            retention=api.RetentionPolicy.LIMITS,
             max_bytes=64 << 20,
             max_age=self.keep_dead,
         )
         files = stream(
             names.files,
             f"{fleet}.file.*",
-            retention=api.RetentionPolicy.LIMITS,
             max_bytes=self.max_bytes // 4,
             max_age=self.keep_files,
         )

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from clowder_aimage.fleet.link import GATEWAY, OPERATOR, WORKER
-from clowder_aimage.fleet.name import FleetNames
+from clowder_aimage.fleet.name import GATEWAY, OPERATOR, WORKER, FleetNames
 from clowder_aimage.fleet.permission import ANY_WORKER
 from tests.fleet.fleet_run import FleetRun, Nats
 from tests.fleet.hostile_worker import HostileWorker

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from clowder_aimage.fleet.frame import BEGIN, Attempt, Frame
 from clowder_aimage.fleet.job.log import JobLog
-from clowder_aimage.fleet.job.mark import MarkChain
+from clowder_aimage.fleet.job.mark import read_chain
 from clowder_aimage.fleet.link import FleetLink
 from clowder_aimage.fleet.ticket import JobTicket
 
 
 async def begin(link: FleetLink, worker: str, ticket: JobTicket) -> JobLog:
     """Begin the next attempt at a job, as a worker does that gets its message."""
-    marks = await link.read_marks(ticket.job)
-    chain = MarkChain(ticket).add_all(frame for _, frame in marks)
+    chain = await read_chain(link, ticket)
     log = JobLog(link, worker, Attempt.following(chain.last), ticket)
     await log.begin()
     return log

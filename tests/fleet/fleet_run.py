@@ -21,8 +21,8 @@ from clowder_aimage.fleet.gateway.metric import GatewayMetrics
 from clowder_aimage.fleet.gateway.role import GatewayRole
 from clowder_aimage.fleet.joined_worker import JoinedWorker, WorkerIdentity
 from clowder_aimage.fleet.key import ROOT, SIGNER, FleetKey, KeySet, SignerKey
-from clowder_aimage.fleet.link import GATEWAY, OPERATOR, WORKER, FleetAccess, FleetLink
-from clowder_aimage.fleet.name import KEY_SET, FleetNames
+from clowder_aimage.fleet.link import FleetAccess, FleetLink
+from clowder_aimage.fleet.name import GATEWAY, KEY_SET, OPERATOR, WORKER, FleetNames
 from clowder_aimage.fleet.stream import FleetShape
 from clowder_aimage.http.app import build_app
 from clowder_aimage.http.listening_socket import listen

@@ -13,7 +13,8 @@ from clowder_aimage.api.service import Service
 from clowder_aimage.fleet.gateway.metric import GatewayMetrics
 from clowder_aimage.fleet.gateway.role import GatewayRole
 from clowder_aimage.fleet.joined_worker import JoinedWorker, WorkerIdentity
-from clowder_aimage.fleet.link import WORKER, FleetLink
+from clowder_aimage.fleet.link import FleetLink
+from clowder_aimage.fleet.name import WORKER
 from clowder_aimage.http.local_call import LocalCalls
 from clowder_aimage.http.route import Role
 from clowder_aimage.oci import Digest, Reference

@@ -27,7 +27,7 @@ from nats.errors import Error as NatsError
 from clowder_aimage.fleet.frame import ADMITTED, BEGIN, DATA, DEAD, END, HEAD, Frame
 from clowder_aimage.fleet.key import SIGNER, FleetKey
 from clowder_aimage.fleet.link import LOST
-from clowder_aimage.fleet.name import GATEWAYS, INTERACTIVE, KEY_SET, FleetNames
+from clowder_aimage.fleet.name import GATEWAY, INTERACTIVE, KEY_SET, FleetNames
 from clowder_aimage.fleet.signature import MessageSigner
 from clowder_aimage.fleet.ticket import Admission, JobTicket
 from clowder_aimage.fleet.worker_registry import WorkerStatus
@@ -189,7 +189,7 @@ class HostileWorker:
             for job in tuple(self._jobs):
                 yield from self._list_frames(victim, job)
         for job in tuple(self._jobs):
-            yield from self._list_frames(GATEWAYS, job)
+            yield from self._list_frames(GATEWAY, job)
             yield Forgery(names.build_cancel_subject(job))
         for queue in sorted(self._queues):
             subject = names.build_job_subject(*queue, caller=EVIL)

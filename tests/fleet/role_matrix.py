@@ -15,9 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from clowder_aimage.fleet.key import GATEWAY, OPERATOR
-from clowder_aimage.fleet.name import GATEWAYS, INTERACTIVE, KEY_SET, FleetNames
-from clowder_aimage.fleet.permission import WORKER
+from clowder_aimage.fleet.name import GATEWAY, INTERACTIVE, KEY_SET, OPERATOR, WORKER, FleetNames
 from tests.conftest import ROOT
 from tests.fleet.fleet_run import Nats
 from tests.fleet.nats_config import shipped
@@ -65,7 +63,7 @@ def _list_messages() -> Iterator[str]:
     yield NAMES.build_body_subject("upload", 0)
     yield NAMES.build_file_subject("file")
     yield NAMES.build_cancel_subject("job")
-    for worker in (*_WORKERS, GATEWAYS):
+    for worker in (*_WORKERS, GATEWAY):
         yield NAMES.build_log_subject(worker, "job")
         yield NAMES.build_mark_subject(worker, "job")
         yield NAMES.build_dead_letter_subject(worker, "job")

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from clowder_aimage.fleet.key import GATEWAY, OPERATOR
-from clowder_aimage.fleet.name import FleetNames
+from clowder_aimage.fleet.name import GATEWAY, OPERATOR, FleetNames
 from clowder_aimage.fleet.permission import (
     ANY_WORKER,
     build_imports,

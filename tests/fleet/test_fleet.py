@@ -27,8 +27,8 @@ from clowder_aimage.fleet.job import reader as job_reader
 from clowder_aimage.fleet.job import run as job_run
 from clowder_aimage.fleet.job.envelope import JOB, TICKET, JobEnvelope
 from clowder_aimage.fleet.job.job import FleetJob
-from clowder_aimage.fleet.link import GATEWAY, OPERATOR, WORKER, FleetLink
-from clowder_aimage.fleet.name import BATCH
+from clowder_aimage.fleet.link import FleetLink
+from clowder_aimage.fleet.name import BATCH, GATEWAY, OPERATOR, WORKER
 from clowder_aimage.fleet.ticket import JobTicket
 from clowder_aimage.fleet.worker_registry import give_order
 from clowder_aimage.http.api_error import NO_RETRY

@@ -288,3 +288,7 @@ def test_a_user_of_nats_is_printed(tmp_path: Path) -> None:
     assert any_name.startswith("other-aimage-workers {") and '"aimage.log.*.*"' in any_name
     for name in ("gateway", "a.b", "a>", ""):
         assert "name of a worker" in here("fleet", "user", name, "--public", C, code=2).err
+
+
+def test_results_are_kept_as_long_as_a_signed_job_could_be_stored_again(office: Office) -> None:
+    assert "2 minutes at least" in office("init", "--keep", "119s", code=2)

@@ -14,9 +14,10 @@ from nats.errors import TimeoutError as NatsTimeoutError
 from clowder_aimage.errors import UsageError, VerificationError
 from clowder_aimage.fleet.gateway.job_queue import JobQueue, QueuedJob
 from clowder_aimage.fleet.job.job import FleetJob
-from clowder_aimage.fleet.key import GATEWAY, OPERATOR, ROOT, SIGNER, FleetKey
-from clowder_aimage.fleet.link import WORKER, FleetLink
-from clowder_aimage.fleet.name import KEY_SET
+from clowder_aimage.fleet.joined_worker import JoinedWorker
+from clowder_aimage.fleet.key import ROOT, SIGNER, FleetKey
+from clowder_aimage.fleet.link import FleetLink
+from clowder_aimage.fleet.name import GATEWAY, KEY_SET, OPERATOR, WORKER
 from clowder_aimage.fleet.signature import MessageSigner
 from clowder_aimage.fleet.ticket import JobTicket
 from clowder_aimage.fleet.worker_registry import give_order
@@ -37,6 +38,22 @@ async def order(link: FleetLink, worker: str, headers: dict[str, str]) -> bool:
     except (NatsTimeoutError, NoRespondersError, TimeoutError):
         return False
     return True
+
+
+def build_job(worker: JoinedWorker, prompt: str, scope: str = "infer") -> FleetJob:
+    """Return a job for the model of a worker."""
+    digest = next(iter(worker._view.models.values()))
+    fields = {"model": "tiny", "prompt": prompt, "seed": 1}
+    return FleetJob("j", PICTURES, scope, "me", "tiny", "tiny", digest, fields=fields)
+
+
+async def wait_until_empty(link: FleetLink) -> None:
+    """Wait until no job is on the queue."""
+
+    async def is_empty() -> bool:
+        return (await link.streams.stream_info(link.names.jobs)).state.messages == 0
+
+    await until_async(is_empty)
 
 
 def test_an_order_counts_once_and_only_if_an_operator_signed_it(play: Play) -> None:
@@ -80,12 +97,10 @@ def test_a_job_that_no_gateway_signed_is_removed_and_not_served(play: Play) -> N
             fleet.opened_gateway_link() as link,
         ):
             await fleet.know(url, 1)
-            digest = next(iter(worker._view.models.values()))
-            fields = {"model": "tiny", "prompt": "forged"}
-            job = FleetJob("j", PICTURES, "admin", "me", "tiny", "tiny", digest, fields=fields)
-            subject = link.names.build_job_subject("interactive", digest[7:], "me")
+            job = build_job(worker, "forged", "admin")
+            subject = link.names.build_job_subject("interactive", job.digest[7:], "me")
             good = link.sign(subject, job.encode(), {"Aimage-Job": "j"})
-            other = link.names.build_job_subject("batch", digest[7:], "me")
+            other = link.names.build_job_subject("batch", job.digest[7:], "me")
             # The consumer is there.
             assert (await fleet.ask(url, "a cat"))[0] == 200
             for headers, data in (
@@ -96,10 +111,7 @@ def test_a_job_that_no_gateway_signed_is_removed_and_not_served(play: Play) -> N
             ):
                 await link.store(subject, data, headers)
 
-            async def is_empty() -> bool:
-                return (await link.streams.stream_info(link.names.jobs)).state.messages == 0
-
-            await until_async(is_empty)
+            await wait_until_empty(link)
             assert role.served == ["a cat"] and worker.done == 1
 
     play(scene)
@@ -114,18 +126,11 @@ def test_a_job_that_is_over_is_not_begun_again_by_its_signed_message(play: Play)
             fleet.opened_gateway_link() as link,
         ):
             await fleet.know(url, 1)
-            digest = next(iter(worker._view.models.values()))
-            fields = {"model": "tiny", "prompt": "once", "seed": 1}
-            job = FleetJob("j", PICTURES, "infer", "me", "tiny", "tiny", digest, fields=fields)
             queue = JobQueue(link, lambda _: True)
-            queued = QueuedJob(job, JobTicket.generate("j"))
+            queued = QueuedJob(build_job(worker, "once"), JobTicket.generate("j"))
             for queued.publications in range(3):
                 await queue.put(queued)
-
-                async def is_empty() -> bool:
-                    return (await link.streams.stream_info(link.names.jobs)).state.messages == 0
-
-                await until_async(is_empty)
+                await wait_until_empty(link)
             assert role.served == ["once"]
 
     play(scene)

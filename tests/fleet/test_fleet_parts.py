@@ -48,8 +48,8 @@ from clowder_aimage.fleet.job.mark import MarkChain
 from clowder_aimage.fleet.job.reader import FrameOrder
 from clowder_aimage.fleet.job.run import CANCELLED, DONE, JobRun
 from clowder_aimage.fleet.key import SIGNER, FleetKey, decode_public_key
-from clowder_aimage.fleet.link import GATEWAY, FleetAccess, FleetLink
-from clowder_aimage.fleet.name import BATCH, INTERACTIVE, FleetNames
+from clowder_aimage.fleet.link import FleetAccess, FleetLink
+from clowder_aimage.fleet.name import BATCH, GATEWAY, INTERACTIVE, FleetNames
 from clowder_aimage.fleet.placement import DemandStats, Placement, SlotCounter
 from clowder_aimage.fleet.stream import FleetShape
 from clowder_aimage.fleet.ticket import Admission, JobTicket

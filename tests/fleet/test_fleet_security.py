@@ -17,8 +17,8 @@ from nats.errors import NoRespondersError
 
 from clowder_aimage.cli.console import fleet_access
 from clowder_aimage.errors import NetworkError
-from clowder_aimage.fleet.link import GATEWAY, OPERATOR, WORKER, FleetLink
-from clowder_aimage.fleet.name import FleetNames
+from clowder_aimage.fleet.link import FleetLink
+from clowder_aimage.fleet.name import GATEWAY, OPERATOR, WORKER, FleetNames
 from tests.fleet.fleet_run import SHIPPED_WORKER, FleetRun, Nats, ScriptedRole, prompt_as_picture
 from tests.fleet.nats_config import Key, account, creds_file, shipped
 from tests.process import Aimage

@@ -10,16 +10,8 @@ import pytest
 
 from clowder_aimage.errors import AImageError, FormatError, UsageError, VerificationError
 from clowder_aimage.fleet.job.envelope import StoredBody
-from clowder_aimage.fleet.key import (
-    GATEWAY,
-    OPERATOR,
-    ROOT,
-    SIGNER,
-    FleetKey,
-    KeySet,
-    SignerKey,
-    decode_public_key,
-)
+from clowder_aimage.fleet.key import ROOT, SIGNER, FleetKey, KeySet, SignerKey, decode_public_key
+from clowder_aimage.fleet.name import GATEWAY, OPERATOR
 from clowder_aimage.fleet.server_clock import ServerClock
 from clowder_aimage.fleet.signature import (
     SIGNED_AT,

@@ -20,8 +20,8 @@ from clowder_aimage.fleet.job import reader as job_reader
 from clowder_aimage.fleet.job.mark import MarkChain
 from clowder_aimage.fleet.job.reader import FrameOrder
 from clowder_aimage.fleet.job.request import ANSWER, PART, STATUS
-from clowder_aimage.fleet.link import WORKER, FleetLink
-from clowder_aimage.fleet.name import FleetNames
+from clowder_aimage.fleet.link import FleetLink
+from clowder_aimage.fleet.name import WORKER, FleetNames
 from clowder_aimage.fleet.ticket import JobTicket
 from clowder_aimage.fleet.worker_registry import WorkerStatus, read_workers
 from tests.fleet.attempt import build_begin

@@ -22,7 +22,7 @@ from clowder_aimage.fleet.gateway.status import FleetFacts
 from clowder_aimage.fleet.job.envelope import StoredBody
 from clowder_aimage.fleet.job.job import FleetJob
 from clowder_aimage.fleet.job.mark import MarkChain
-from clowder_aimage.fleet.name import GATEWAYS, FleetNames, make_worker_name
+from clowder_aimage.fleet.name import GATEWAY, FleetNames, make_worker_name
 from clowder_aimage.fleet.ticket import Admission, JobTicket
 from clowder_aimage.fleet.worker_registry import (
     MAX_MODELS,
@@ -243,7 +243,7 @@ def test_a_text_is_valid_or_refused(read: Callable[[str], object]) -> None:
 
 def test_marks_of_a_job_that_are_not_valid_do_not_count() -> None:
     texts = [str(value) for value in VALUES]
-    for worker, kind in itertools.product((GATEWAYS, "w"), (ADMITTED, BEGIN, END, DEAD)):
+    for worker, kind in itertools.product((GATEWAY, "w"), (ADMITTED, BEGIN, END, DEAD)):
         chain = MarkChain(JobTicket.generate("j"))
         for text in texts:
             data = text.encode("utf-8", "replace")

@@ -17,7 +17,8 @@ from clowder_aimage.distribution.role import RegistryRole
 from clowder_aimage.engine.settings import Settings
 from clowder_aimage.fleet.gateway.metric import GatewayMetrics
 from clowder_aimage.fleet.gateway.role import GatewayRole
-from clowder_aimage.fleet.link import GATEWAY, FleetAccess, FleetLink
+from clowder_aimage.fleet.link import FleetAccess, FleetLink
+from clowder_aimage.fleet.name import GATEWAY
 from clowder_aimage.http.api_error import OCI, OPENAI
 from clowder_aimage.http.app import POLICY, build_app
 from clowder_aimage.http.metrics_role import MetricsRole

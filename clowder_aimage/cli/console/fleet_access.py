@@ -200,8 +200,9 @@ def resolve_public_root(names: FleetNames, text: str | None) -> str:
 
 
 def _resolve_signer(names: FleetNames, role: str, path: Path | None) -> FleetKey | None:
-    from clowder_aimage.fleet.key import GATEWAY, OPERATOR, SIGNER
+    from clowder_aimage.fleet.key import SIGNER
     from clowder_aimage.fleet.key_files import read_seed
+    from clowder_aimage.fleet.name import GATEWAY, OPERATOR
 
     if role not in (GATEWAY, OPERATOR):
         return None
@@ -229,7 +230,8 @@ def run_with_link(
     import asyncio
 
     with needs("a fleet", "worker,fleet"):
-        from clowder_aimage.fleet.link import LOST, OPERATOR, FleetLink
+        from clowder_aimage.fleet.link import LOST, FleetLink
+        from clowder_aimage.fleet.name import OPERATOR
     # The errors that it logs are raised, too.
     logging.getLogger("aimage").addHandler(logging.NullHandler())
     link = FleetLink(build_fleet_access(resolve_nats_servers(nats), chosen, role), OPERATOR)

@@ -25,6 +25,7 @@ from clowder_aimage.cli.console.option import VerbGroup, common_options, needs, 
 from clowder_aimage.cli.console.output import format_count, format_size, format_table, print_result
 from clowder_aimage.cli.verbs.fleet_key import key
 from clowder_aimage.cli.verbs.fleet_user import user
+from clowder_aimage.errors import UsageError
 
 if TYPE_CHECKING:
     from clowder_aimage.fleet.key import KeySet
@@ -73,7 +74,7 @@ fleet.add_command(user)
     default="1h",
     show_default=True,
     callback=parse_with(_parse_duration),
-    help="Time that results are kept for repeated requests.",
+    help="Time that results are kept for repeated requests, 2m at least.",
 )
 @click.option(
     "--max-bytes",
@@ -81,7 +82,8 @@ fleet.add_command(user)
     default="8GiB",
     show_default=True,
     callback=parse_with(_parse_size),
-    help="Maximum size of results that are kept; a fourth of it more for jobs, and for files.",
+    help="Maximum size of results that are kept; a fourth of it more for each of jobs, their "
+    "bodies, and files.",
 )
 @root_key_option
 @click.option("--keys-only", is_flag=True, help="Only make the keys, without a NATS server.")
@@ -108,7 +110,7 @@ def init(
     public root key is printed: workers and gateways on other machines need it (--fleet-key).
     """
     with needs("a fleet", "worker,fleet"):
-        from clowder_aimage.fleet.stream import FleetShape
+        from clowder_aimage.fleet.stream import MIN_KEEP, FleetShape
     authority = open_authority(chosen, root_key)
     if keys_only:
         root, _ = authority.make_keys()
@@ -118,6 +120,8 @@ def init(
             [f"the keys are in {directory}", *_format_root(root.public)],
         )
         return
+    if keep < MIN_KEEP:
+        raise UsageError(f"--keep: results are kept for {MIN_KEEP / 60:g} minutes at least")
     shape = FleetShape(replicas=replicas, keep=keep, max_bytes=max_bytes)
 
     async def make(link: FleetLink) -> tuple[list[str], KeySet | None]:

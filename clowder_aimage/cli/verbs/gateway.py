@@ -72,7 +72,8 @@ def gateway(**options: Any) -> None:
         from clowder_aimage.fleet.gateway.metric import GatewayMetrics
         from clowder_aimage.fleet.gateway.role import GatewayRole
         from clowder_aimage.fleet.gateway.settings import GatewaySettings
-        from clowder_aimage.fleet.link import GATEWAY, FleetLink
+        from clowder_aimage.fleet.link import FleetLink
+        from clowder_aimage.fleet.name import GATEWAY
         from clowder_aimage.http import log, server
         from clowder_aimage.http.caller_ledger import CallerBounds
         from clowder_aimage.http.listening_socket import listen, listen_tcp_only

@@ -361,7 +361,8 @@ def serve(aliases: tuple[str, ...], is_node: bool, opens: bool, **options: Any) 
     access = None
     if config.join:
         with needs("a worker of a fleet", "worker,fleet"):
-            from clowder_aimage.fleet.permission import WORKER, is_worker_name
+            from clowder_aimage.fleet.name import WORKER
+            from clowder_aimage.fleet.permission import is_worker_name
 
             access = build_fleet_access(config.join, access_options, WORKER)
         if config.worker_name and not is_worker_name(config.worker_name):
@@ -496,8 +497,8 @@ def _join_fleet(
 ) -> Role:
     """Return the role of a worker that takes the jobs of a fleet."""
     from clowder_aimage.fleet.joined_worker import JoinedWorker, WorkerIdentity
-    from clowder_aimage.fleet.link import WORKER, FleetLink
-    from clowder_aimage.fleet.name import make_worker_name
+    from clowder_aimage.fleet.link import FleetLink
+    from clowder_aimage.fleet.name import WORKER, make_worker_name
 
     port = urls[0].rpartition(":")[2] if urls and urls[0].startswith("http") else str(os.getpid())
     name = service.settings.worker_name or make_worker_name(platform.node(), port)

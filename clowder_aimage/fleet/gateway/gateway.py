@@ -39,10 +39,9 @@ from clowder_aimage.fleet.gateway.parsed_request import ParsedRequest
 from clowder_aimage.fleet.gateway.response_relay import ResponseRelay
 from clowder_aimage.fleet.gateway.worker_response import build_bad_response_error
 from clowder_aimage.fleet.job.job import FleetJob
-from clowder_aimage.fleet.job.mark import MarkChain
+from clowder_aimage.fleet.job.mark import MarkChain, read_chain
 from clowder_aimage.fleet.job.reader import JobReader
 from clowder_aimage.fleet.job.request import FORWARDED
-from clowder_aimage.fleet.key import GATEWAY
 from clowder_aimage.fleet.link import (
     LOST,
     FleetLink,
@@ -50,7 +49,7 @@ from clowder_aimage.fleet.link import (
     NotFirstError,
     build_unavailable_error,
 )
-from clowder_aimage.fleet.name import BATCH, GATEWAYS
+from clowder_aimage.fleet.name import BATCH, GATEWAY
 from clowder_aimage.fleet.signature import SignedMessage
 from clowder_aimage.fleet.ticket import Admission, JobTicket
 from clowder_aimage.fleet.worker_registry import FleetModel, WorkerWatch
@@ -301,7 +300,7 @@ class JobGateway:
         Then it has the ticket of that time. Raises ApiError (422): it was another request.
         """
         job, link = queued.job.id, self._link
-        subject = link.names.build_mark_subject(GATEWAYS, job)
+        subject = link.names.build_mark_subject(GATEWAY, job)
         admission = Admission.build(fingerprint, queued.ticket, link.list_gateways()).encode()
         headers = link.sign(subject, admission, Frame(ADMITTED, 0, 0).headers)
         try:
@@ -319,7 +318,7 @@ class JobGateway:
                 "another gateway accepted the request before it knew the key of this one"
             )
         queued.ticket = ticket
-        return MarkChain(ticket).add_all(frame for _, frame in await link.read_marks(job))
+        return await read_chain(link, ticket)
 
     async def _read_admission(self, subject: str) -> Admission:
         """Return the first admission of a job that a gateway has signed. Raises ApiError."""
@@ -360,14 +359,14 @@ class JobGateway:
                 await asyncio.shield(cancelling)
 
     def _discard(self, admitted: _AdmittedJob) -> None:
-        """Remove what a job has stored, in the background."""
+        """Remove the body of a job, and its response unless it is kept, in the background."""
         work = self._jobs.discard(admitted.queued, is_kept=admitted.is_kept)
         task = asyncio.create_task(work)
         self._discarding.add(task)
         task.add_done_callback(self._discarding.discard)
 
     async def _cancel(self, queued: QueuedJob) -> None:
-        """Remove a job from the queue, end the work on it, and remove what it has stored."""
+        """Remove a job from the queue, end the work on it, and remove its body and response."""
         await self._jobs.cancel(queued)
         await self._jobs.discard(queued, is_kept=False)
 

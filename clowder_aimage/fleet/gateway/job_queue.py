@@ -153,7 +153,7 @@ class JobQueue:
             await self._link.streams.delete_msg(self._link.names.jobs, queued.sequence)
 
     async def discard(self, queued: QueuedJob, *, is_kept: bool) -> None:
-        """Remove what a job that is over has stored; its response stays if it ``is_kept``."""
+        """Remove the body of a job that is over, and its response unless it ``is_kept``."""
         names, purge = self._link.names, self._link.streams.purge_stream
         with contextlib.suppress(*LOST, JetStreamError):
             if queued.body is not None:

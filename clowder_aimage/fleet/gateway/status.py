@@ -16,7 +16,7 @@ from clowder_aimage.errors import FormatError
 from clowder_aimage.fleet.gateway.fair_queue import FairQueue
 from clowder_aimage.fleet.gateway.metric import GatewayMetrics
 from clowder_aimage.fleet.job.envelope import JOB, TICKET
-from clowder_aimage.fleet.job.mark import MarkChain
+from clowder_aimage.fleet.job.mark import read_chain
 from clowder_aimage.fleet.link import LOST, FleetLink
 from clowder_aimage.fleet.name import PRIORITIES
 from clowder_aimage.fleet.ticket import JobTicket
@@ -161,5 +161,4 @@ class FleetStatus:
         except (LookupError, FormatError):
             # A worker refuses it.
             return False
-        marks = await self._link.read_marks(ticket.job)
-        return MarkChain(ticket).add_all(frame for _, frame in marks).is_over
+        return (await read_chain(self._link, ticket)).is_over

@@ -18,8 +18,8 @@ from clowder_aimage.errors import FormatError, VerificationError
 from clowder_aimage.fleet.field import is_id
 from clowder_aimage.fleet.frame import CHUNK
 from clowder_aimage.fleet.job.job import MAX_JOB, FleetJob
-from clowder_aimage.fleet.key import GATEWAY
 from clowder_aimage.fleet.link import FleetLink
+from clowder_aimage.fleet.name import GATEWAY
 from clowder_aimage.fleet.signature import SignedMessage
 from clowder_aimage.fleet.ticket import JobTicket
 

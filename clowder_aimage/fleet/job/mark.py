@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from clowder_aimage.fleet.frame import BEGIN, ENDS, LAST, Frame
+from clowder_aimage.fleet.link import FleetLink
 from clowder_aimage.fleet.ticket import JobTicket
 
 
@@ -55,3 +56,8 @@ class MarkChain:
             return frame != self.begin
         is_current = self.is_running and self.begin is not None and frame.is_of(self.begin)
         return is_current and frame.kind in ENDS
+
+
+async def read_chain(link: FleetLink, ticket: JobTicket) -> MarkChain:
+    """Return the marks that count of the job of a ticket. Raises NatsError, TimeoutError."""
+    return MarkChain(ticket).add_all(frame for _, frame in await link.read_marks(ticket.job))

@@ -11,7 +11,7 @@ from nats.aio.msg import Msg
 
 from clowder_aimage.errors import FormatError
 from clowder_aimage.fleet.frame import BEGIN, DATA, FOLLOWING, HEAD, LAST, Frame, parse_worker
-from clowder_aimage.fleet.job.mark import MarkChain
+from clowder_aimage.fleet.job.mark import MarkChain, read_chain
 from clowder_aimage.fleet.link import LOST, FleetLink
 from clowder_aimage.fleet.ticket import JobTicket
 
@@ -186,8 +186,7 @@ class JobReader:
         """Return the new frames in the streams, and True if these are all."""
         frames: list[Frame] = []
         try:
-            marks = await self._link.read_marks(self._job)
-            chain = MarkChain(self._ticket).add_all(frame for _, frame in marks)
+            chain = await read_chain(self._link, self._ticket)
             frames += self._order.follow(chain)
             if (begin := self._order.begin) is not None:
                 frames += await self._read_log(begin)

@@ -21,7 +21,7 @@ from clowder_aimage.errors import AImageError
 from clowder_aimage.fleet.frame import DEAD, END, FAILED, RELEASED, Attempt
 from clowder_aimage.fleet.job.job import FleetJob
 from clowder_aimage.fleet.job.log import JobLog, SupersededError
-from clowder_aimage.fleet.job.mark import MarkChain
+from clowder_aimage.fleet.job.mark import MarkChain, read_chain
 from clowder_aimage.fleet.job.request import request_of
 from clowder_aimage.fleet.link import LOST, FleetLink
 from clowder_aimage.fleet.ticket import JobTicket
@@ -100,10 +100,9 @@ class JobRun:
 
     async def _serve(self) -> str:
         try:
-            marks = await self.link.read_marks(self.job.id)
+            chain = await read_chain(self.link, self.ticket)
         except LOST:
             return await self._give_back()
-        chain = MarkChain(self.ticket).add_all(frame for _, frame in marks)
         if chain.is_over:
             await self._acknowledge()
             return DONE
