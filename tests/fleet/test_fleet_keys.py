@@ -290,5 +290,6 @@ def test_a_user_of_nats_is_printed(tmp_path: Path) -> None:
         assert "name of a worker" in here("fleet", "user", name, "--public", C, code=2).err
 
 
+@pytest.mark.integration
 def test_results_are_kept_as_long_as_a_signed_job_could_be_stored_again(office: Office) -> None:
     assert "2 minutes at least" in office("init", "--keep", "119s", code=2)
