@@ -12,7 +12,7 @@ import contextlib
 import logging
 import secrets
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -301,15 +301,23 @@ class FleetLink:
         for name in sorted(self._space.keys() - {self.names.files, self.names.dead}):
             self._check_space(name, 1)
 
-    def take_space(self, size: int) -> None:
-        """Count the bytes of a body that jobs store until the streams are looked at again.
+    @contextlib.contextmanager
+    def hold_space(self, size: int) -> Iterator[None]:
+        """Count the bytes of a job's body, which the end of the job removes.
 
         Raises ApiError (503) if there are too few before the reserve of a stream that it needs.
         """
         for name in sorted(self._space.keys() - {self.names.files, self.names.dead}):
             self._check_space(name, size if name == self.names.bodies else 1)
+        self._add_space(-size)
+        try:
+            yield
+        finally:
+            self._add_space(size)
+
+    def _add_space(self, size: int) -> None:
         if self.names.bodies in self._space:
-            self._space[self.names.bodies] -= size
+            self._space[self.names.bodies] += size
 
     def _check_space(self, stream: str, size: int) -> None:
         if self._space[stream] < size:

@@ -819,10 +819,14 @@ def test_new_work_leaves_a_reserve_of_each_stream(
             assert caught.value.status == 503 and caught.value.headers["Retry-After"]
             return
         link.check_space()
-        link.take_space(90)
-        # Bodies count until the streams are looked at again
-        with pytest.raises(ApiError, match="aimage-bodies"):
-            link.take_space(900)
+        # Bodies count until their jobs end, and no longer
+        with link.hold_space(90):
+            with pytest.raises(ApiError, match="aimage-bodies"), link.hold_space(900):
+                pass
+            link.check_space()
+        for _ in range(20):
+            with pytest.raises(KeyError), link.hold_space(90):
+                raise KeyError
 
     asyncio.run(check())
 

@@ -140,12 +140,14 @@ class FleetBatchStore:
     async def list_records(self, owner: str) -> list[Record]:
         """Return the records of an owner by id; those that cannot change are read once."""
         keys = await self._list_keys(owner or NOBODY)
-        records = await asyncio.gather(*(self._read_again(key) for key in keys))
-        return [record for record in records if record is not None]
+        # A task for each record would take longer than all else.
+        records = {key: self._final.get(key) for key in keys}
+        unknown = [key for key, record in records.items() if record is None]
+        read = await asyncio.gather(*map(self._read_again, unknown))
+        records.update(zip(unknown, read, strict=True))
+        return [record for record in records.values() if record is not None]
 
     async def _read_again(self, key: RecordKey) -> Record | None:
-        if (final := self._final.get(key)) is not None:
-            return final
         async with self._reading:
             stored = await self.read(*key)
         if stored is None:

@@ -129,8 +129,8 @@ class GatewayRole(Role):
             return await self._unload(request, parsed)
         size = request.size if isinstance(request, LocalRequest) else request["body"].amount
         # Smaller ones are in the message of the job
-        self._link.take_space(size if size > INLINE else 0)
-        return await self._gateway.answer(request, parsed, headers)
+        with self._link.hold_space(size if size > INLINE else 0):
+            return await self._gateway.answer(request, parsed, headers)
 
     async def _unload(self, request: Request, parsed: ParsedRequest) -> web.StreamResponse:
         """Unload or stop a model on all workers. Raises ApiError."""
