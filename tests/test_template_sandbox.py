@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import tracemalloc
 from itertools import count, product
+from typing import Any
 
 import pytest
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from clowder_aimage.document.template import (
     _FILTERS,
@@ -42,6 +45,20 @@ def render(template: str, limits: TemplateLimits = SMALL) -> str:
         "{{ '%3000000000d' % 1 }}",
         "{{ '%*d' % (2000000000, 1) }}",
         "{{ '{:3000000000}'.format(1) }}",
+        "{{ '{:{w}}'.format(1, w=3000000000) }}",
+        "{{ '{:.3000000000f}'.format(1.5) }}",
+        "{{ '{0.__class__.__mro__}'.format(text) }}",
+        "{{ '{0[__class__][__mro__]}'.format(text) }}",
+        "{{ '{0.format.__globals__.x}'.format(text) }}",
+        "{{ '{x.__class__.__mro__}'.format_map({'x': text}) }}",
+        "{% set f = '{0.__class__.__mro__}'.format %}{{ f(text) }}",
+        "{{ ['{0.__class__}'] | map('format', text) | map(attribute='__class__') | list }}",
+        "{{ ('{0.__class__.__mro__}' | attr('format'))(text) }}",
+        "{% set a = '{:9999}' * 999 %}{{ a.format(*range(999)) }}",
+        "{% for i in range(9999) %}{{ ('{{' * 4999).format() | length }}{% endfor %}",
+        "{% set a = '\t' * 9999 %}{{ a.expandtabs(9999) }}",
+        "{{ text.encode('idna') }}",
+        "{% set a = '<' * 9999 %}{{ (a | safe) + a }}",
         "{{ text | center(3000000000) }}",
         "{{ text.zfill(3000000000) }}",
         "{{ text | indent(2000000000) }}",
@@ -73,7 +90,6 @@ def render(template: str, limits: TemplateLimits = SMALL) -> str:
         "{% block x %}{{ self.x() }}{% endblock %}",
         "{% include '/etc/passwd' %}",
         "{{ ''.__class__.__mro__ }}",
-        "{{ '{0.__class__}'.format_map({}) }}",
         "{% if 1 %}" * 300 + "{% endif %}" * 300,
         "{{ " + "not " * 9999 + "1 }}",
         "{{ 1 }}" * 9999,
@@ -131,6 +147,64 @@ def test_ordinary_templates() -> None:
     assert render(template) == (
         '1b,2b 16 FOX [(\'a\', [1])]<1><2!> b    |007 bbbbbbbbb a&lt;b {"a": 2, "b": 1} 512'
     )
+
+
+EXPRESSIONS = """
+text.replace('a', 'b'); text.replace('a', 'b', 1); text.format(); '{0} {0!r:>9}'.format(text)
+'{a:03d} {b.x} {b[x]} {{}}'.format(a=7, b={'x': 1}); '{a}-{b[0]}'.format_map({'a': 1, 'b': [2]})
+'%s %5.2f %%' % (text, 2.5); '%(a)s' % {'a': 1}; ', '.join(many); text.split(' '); text[::-1]
+text.encode(); text.encode('utf-8').decode(); 'a\\tb'.expandtabs(4); text.isprintable()
+'x'.isidentifier(); (2.0).is_integer(); range(9).stop; text.partition(' '); text.title()
+{'b': 1, 'a': 2} | dictsort; {'b': 1}.items() | list; {'a': 1}.get('b', 3); dict(a=1)
+text is string; 3 is divisibleby 3; none is none; many is iterable; {} is mapping; x is undefined
+many is sequence; 3 is odd; true is boolean; 3 is number; 'a' is in 'ab'; text is eq text
+many | batch(2) | list; many | slice(2) | list; many | unique | list; [3, 1] | sort(reverse=true)
+[{'a': 1}, {'a': 2}] | selectattr('a', 'gt', 1) | list; [{'a': 1}] | map(attribute='a') | list
+[1, none] | select | list; [1, 2] | reject('odd') | list; [1, 2] | last; many | first; [1, 2] | sum
+[{'a': 1}, {'a': 1}] | groupby('a') | list; 'a b' | urlencode; text | attr('upper'); '<b>' | e
+('<' | safe) + '"&"'; ('<' | safe) ~ '"'; text | indent(2, true); text | truncate(4)
+'<' | forceescape; text | center(9); 3.7 | round; 3.7 | int; '4' | float; text | default('b')
+none | default('b', true)
+[1, [2, 3]] | string; text | trim('a'); 'A' | lower; [3, 1] | max; 5 // 2; 2 ** 3; -5 % 3; 1 < 2 < 3
+('a' if none); (1, 2); [1] + [2]; 'a' in 'abc'; not true; many.index('b'); many.count('b')
+text.removeprefix('a '); text.zfill(9); text.casefold(); text.rsplit(None, 1); text.splitlines()
+many | join(('-' | safe)); ('<a>' | safe).replace('a', 'b'); (6).bit_length(); text | wordcount
+"""
+STATEMENTS = (
+    "{% for k, v in {'a': 1}.items() %}{{ loop.index0 }}{{ loop.revindex }}{{ loop.first }}{{ k }}"
+    "{{ loop.length }}{{ loop.previtem is defined }}{{ loop.cycle(1, 2) }}{{ loop.changed(v) }}"
+    "{{ loop.depth }}{% endfor %}",
+    "{% for c in text if c != ' ' %}{% if loop.index == 2 %}{% continue %}{% endif %}"
+    "{% if c == 'x' %}{% break %}{% endif %}{{ c }}{% else %}none{% endfor %}",
+    "{% for x in [] %}{% else %}none{% endfor %}",
+    "{% for x in [1, [2, [3]]] recursive %}{{ loop(x) if x is iterable else x }}{% endfor %}",
+    "{% set ns = namespace(a=1, b=[]) %}{% for i in many %}{% set ns.a = ns.a + i | length %}"
+    "{% set ns.b = ns.b + [i.replace('b', 'c')] %}{% endfor %}{{ ns.a }}{{ ns.b }}",
+    "{% macro m(x, y='d') %}{{ x }}{{ y }}{{ kwargs }}{{ varargs }}"
+    "{% endmacro %}{{ m(1, 2, 4, z=3) }}",
+    "{% macro m(x) %}[{{ caller(x) }}]{% endmacro %}{% call(v) m(2) %}{{ v }}{% endcall %}",
+    "{% for m in many %}{{ m.replace('b', 'c') }}{{ ' '.join([m, m]) }}{{ '{}'.format(m) }}"
+    "{{ m.strip('x') }}{{ '%s' % m }}{{ m.upper().lower().startswith('b') }}"
+    "{{ {'a': m}.get('a') }}{{ [m].index(m) }}{{ range(2) | list }}{{ dict(a=m) }}{% endfor %}",
+    "{% macro m() %}{% for x in many %}{{ x.replace('b', 'd') }}{% endfor %}{% endmacro %}"
+    "{{ m() }}",
+    "{% set x %}a{{ text }}{% endset %}{{ x }}{% with y = 2 %}{{ y }}{% endwith %}",
+    "{% set x | upper %}a{% endset %}{{ x }}{% filter upper %}b{% endfilter %}"
+    "{% raw %}{{{% endraw %}",
+    "{% set a, b = 1, 2 %}{{ a }}{{ b }}{% if a is defined and not c %}y{% elif b %}z{% endif %}",
+    "{{- text -}}  \n  {%- if true %} a\n{% endif %}  {#- c -#} b",
+)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [*STATEMENTS, *(f"{{{{ {text} }}}}" for text in re.split("; |\n", EXPRESSIONS.strip()))],
+)
+def test_a_template_means_the_same_as_in_the_sandbox_of_jinja(template: str) -> None:
+    values = {"text": "a fox", "many": ["b"] * 3}
+    options: dict[str, Any] = {"extensions": ["jinja2.ext.loopcontrols"], "trim_blocks": True}
+    expected = ImmutableSandboxedEnvironment(**options).from_string(template).render(values)
+    assert SandboxedTemplate(template, limits=SMALL, **options).render(values) == expected
 
 
 def test_the_clock_is_read_before_each_operation_on_a_large_operand(

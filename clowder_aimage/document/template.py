@@ -32,9 +32,10 @@ from typing import Any
 import jinja2
 from jinja2 import filters, nodes
 from jinja2.runtime import Context, LoopContext
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
 from jinja2.utils import Namespace, pass_context
 from jinja2.visitor import NodeTransformer
+from markupsafe import Markup
 
 _MAX_SOURCE = 48 << 10  # characters of a template
 # Bits of a number: its text takes quadratic time.
@@ -45,9 +46,9 @@ _LARGE = 1 << 14  # characters or elements
 # Characters to strip: each character at the ends of a text is compared with all of them.
 _MAX_STRIPPED = 100
 _FILTERS = frozenset(
-    "abs batch capitalize center count d default dictsort filesizeformat first float groupby int"
-    " items last length list lower map max min reject rejectattr reverse round select selectattr"
-    " slice sort string title truncate unique upper wordcount".split()
+    "abs attr batch capitalize center count d default dictsort filesizeformat first float groupby"
+    " int items last length list lower map max min reject rejectattr reverse round select"
+    " selectattr slice sort string title truncate unique upper urlencode wordcount".split()
 )
 # Filters that take time for each character of a text
 _ITERATING = frozenset(
@@ -58,16 +59,23 @@ _METHODS: tuple[tuple[Any, frozenset[str]], ...] = (
     (
         str,
         frozenset(
-            "capitalize casefold center count endswith find index isalnum isalpha isascii isdecimal"
-            " isdigit islower isnumeric isspace istitle isupper join ljust lower lstrip partition"
-            " removeprefix removesuffix replace rfind rindex rjust rpartition rsplit rstrip split"
-            " splitlines startswith strip swapcase title upper zfill".split()
+            "capitalize casefold center count encode endswith expandtabs find index isalnum isalpha"
+            " isascii isdecimal isdigit isidentifier islower isnumeric isprintable isspace istitle"
+            " isupper join ljust lower lstrip partition removeprefix removesuffix replace rfind"
+            " rindex rjust rpartition rsplit rstrip split splitlines startswith strip swapcase"
+            " title upper zfill".split()
         ),
     ),
     (dict, frozenset("copy get items keys values".split())),
     ((list, tuple), frozenset("copy count index".split())),
-    ((int, float, bytes, range), frozenset()),
+    (bytes, frozenset(("decode", "hex"))),
+    (range, frozenset("count index start step stop".split())),
+    (int, frozenset("bit_count bit_length denominator imag is_integer numerator real".split())),
+    (float, frozenset("hex imag is_integer real".split())),
 )
+# The names by which Jinja's compiler passes variables to calls
+_SCOPES = frozenset(("_loop_vars", "_block_vars"))
+_ENCODINGS = frozenset(("utf-8", "utf8", "UTF-8", "strict", "ignore", "replace"))
 _DRAWN = (Iterator, ItemsView, KeysView, ValuesView)
 _REFUSED = (
     nodes.Extends,
@@ -235,7 +243,8 @@ class _Meter:
             length += len(fragment) + len(separator)
             self._admit_text(length)
             texts.append(fragment)
-        text: str = self.admit(separator.join(texts))
+        # A text that is marked as safe would escape the others
+        text: str = self.admit(str.join(separator, texts))
         return text
 
     def to_text(self, value: Any) -> str:
@@ -276,11 +285,12 @@ class _Environment(ImmutableSandboxedEnvironment):
             "_concat": self._concat,
             "e": self._escape,
             "escape": self._escape,
+            "forceescape": self._escape,
             "format": self._format,
             "indent": self._indent,
             "join": self._join,
             "replace": self._replace,
-            "safe": str,
+            "safe": Markup,
             "sum": _sum,
             "tojson": _tojson,
             "trim": self._trim,
@@ -305,8 +315,22 @@ class _Environment(ImmutableSandboxedEnvironment):
                 return attr in names
         return super().is_safe_attribute(obj, attr, value)
 
-    def wrap_str_format(self, value: Any) -> None:
-        """Return None: ``str.format`` is not in the table of methods."""
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        """Return a bounded function for the methods ``format`` and ``format_map`` of a text."""
+        text, name = getattr(value, "__self__", None), getattr(value, "__name__", "")
+        if not isinstance(text, str) or name not in ("format", "format_map"):
+            return None
+        formatter = _Formatter(self)
+
+        def format_text(*args: Any, **kwargs: Any) -> str:
+            self.meter.step(1 + text.count("{") + text.count("}"))
+            self.meter.weigh((text, *args))
+            if name == "format_map":
+                (fields,) = args
+                return formatter.vformat(text, (), fields)
+            return formatter.vformat(text, args, kwargs)
+
+        return format_text
 
     def getitem(self, obj: Any, argument: Any) -> Any:
         self.meter.step()
@@ -331,18 +355,33 @@ class _Environment(ImmutableSandboxedEnvironment):
         return self.meter.admit(super().call_binop(context, operator, left, right))
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
-        owner, name = getattr(__obj, "__self__", None), getattr(__obj, "__name__", "")
         __self.meter.step()
-        if isinstance(owner, str):
-            __self.meter.weigh((owner, *args))
-            _check_numbers(name, (*args, *kwargs.values()))
-            if name == "join":
-                return __self._join(__context, args[0], owner)
-            if name == "replace":
-                return __self._replace(owner, *args, **kwargs)
-            if name.endswith("strip"):
-                __self._check_stripped(*args)
+        if isinstance(getattr(__obj, "__self__", None), str | bytes):
+            # Jinja adds the variables of a loop or a block, for functions that take the context
+            options = {key: kwargs[key] for key in kwargs.keys() - _SCOPES}
+            return __self.meter.admit(__self._call_method(__context, __obj, args, options))
         return __self.meter.admit(super().call(__context, __obj, *args, **kwargs))
+
+    def _call_method(
+        self, context: Context, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Call a method of a text or of bytes."""
+        text, name = method.__self__, method.__name__
+        self.meter.weigh((text, *args))
+        _check_numbers(name, (*args, *kwargs.values()))
+        if name == "join":
+            (parts,) = args
+            return self._join(context, parts, text)
+        if name == "replace":
+            return self._replace(text, *args, **kwargs)
+        if name.endswith("strip"):
+            self._check_stripped(*args)
+        if name == "expandtabs":
+            size = max((8, *map(abs, args), *map(abs, kwargs.values())))
+            self.meter.require(len(text) + text.count("\t") * size, name)
+        if name in ("encode", "decode") and {*args, *kwargs.values()} - _ENCODINGS:
+            raise _LimitError(f"the only encoding of {name} is UTF-8")
+        return super().call(context, method, *args, **kwargs)
 
     def _charge(self, name: str, function: Any) -> Callable[..., Any]:
         kind = getattr(getattr(function, "jinja_pass_arg", None), "name", None)
@@ -399,7 +438,9 @@ class _Environment(ImmutableSandboxedEnvironment):
     def _replace(self, text: Any, old: str, new: str, count: int | None = None) -> str:
         text = self.meter.to_text(text)
         self.meter.require(len(text) + text.count(old) * len(new), "replace")
-        replaced: str = self.meter.admit(text.replace(old, new, -1 if count is None else count))
+        replaced: str = self.meter.admit(
+            str.replace(text, old, new, -1 if count is None else count)
+        )
         return replaced
 
     def _trim(self, text: Any, chars: str | None = None) -> str:
@@ -408,6 +449,20 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def _check_stripped(self, chars: str | None = None) -> None:
         self.meter.require(sys.maxsize if len(chars or "") > _MAX_STRIPPED else 0, "strip")
+
+
+class _Formatter(SandboxedFormatter):
+    """Formats a text as ``str.format``: attributes by the sandbox, lengths within the budgets."""
+
+    _env: _Environment
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        self._env.meter.step()
+        # The largest number has five digits: a longer one is not read
+        if any(len(digits) > 4 for digits in re.findall(r"\d+", format_spec)):
+            raise _LimitError("a number for format is too large")
+        text: str = self._env.meter.admit(super().format_field(value, format_spec))
+        return text
 
 
 class _Charges(NodeTransformer):

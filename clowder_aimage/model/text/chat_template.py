@@ -224,13 +224,14 @@ class _RefusalError(jinja2.TemplateError):
 
 
 class _Generation(jinja2.ext.Extension):
-    """``{% generation %}`` marks assistant output; it has no effect here."""
+    """``{% generation %}`` marks assistant output: here it is a scope of variables only."""
 
     tags = {"generation"}  # noqa: RUF012
 
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(body, lineno=line)
 
 
 def _build_render_error(error: RenderError) -> ChatTemplateError:
