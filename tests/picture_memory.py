@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageCms
 
 from clowder_aimage.generation.request import GenerateRequest
 from clowder_aimage.model.flux2.reference_picture import fit_reference
 from clowder_aimage.oci import Digest
+from clowder_aimage.pictures.file_parts import read_parts
 from clowder_aimage.pictures.input import (
     PictureInputs,
     PreparedPicture,
@@ -73,6 +74,33 @@ def encode_interlaced() -> bytes:
     )
 
 
+def encode_deep() -> bytes:
+    """Return a PNG file of 16 bits without compression, with metadata."""
+    rows = (b"\0" + bytes(SIDE * 8)) * SIDE
+    head = struct.pack(">IIBBBBB", SIDE, SIDE, 16, 6, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        for kind, data in (
+            (b"IHDR", head),
+            (b"tEXt", b"a\0b"),
+            (b"IDAT", zlib.compress(rows, 0)),
+            (b"IEND", b""),
+        )
+    )
+
+
+def build_profile() -> bytes:
+    """Return the profile of sRGB with another white, so that colours are converted."""
+    profile = bytearray(ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes())
+    # The first numbers of the red, green and blue colorants, at their places in the table of tags
+    for tag in (b"rXYZ", b"gXYZ", b"bXYZ"):
+        entry = profile.index(tag)
+        place = int.from_bytes(profile[entry + 4 : entry + 8], "big") + 8
+        value = int.from_bytes(profile[place : place + 4], "big")
+        profile[place : place + 4] = int(value * 0.9).to_bytes(4, "big")
+    return bytes(profile)
+
+
 def turned(orientation: int) -> Image.Exif:
     exif = Image.Exif()
     exif[0x0112] = orientation
@@ -104,6 +132,10 @@ FILES: Mapping[str, Callable[[], bytes]] = {
     "wide": lambda: encode(draw("RGB", NARROW[::-1])),
     "long metadata": lambda: encode(draw("RGB"), exif=b"II*\0\x08" + bytes(8 << 20)),
     "metadata alone": lambda: encode(draw("RGB", (64, 64)), exif=b"II*\0\x08" + bytes(4 << 20)),
+    "RGBA with a profile": lambda: encode(draw("RGBA"), icc_profile=build_profile()),
+    "deep with metadata": encode_deep,
+    "a profile that grows": lambda: encode(draw("RGB", (64, 64)), icc_profile=bytes(60 << 20)),
+    "10 MiB of metadata": lambda: encode(draw("RGB", (64, 64)), exif=bytes(10 << 20)),
 }
 
 
@@ -200,7 +232,7 @@ def list_uses(pictures: Pictures) -> dict[str, tuple[int, Use]]:
     )
     for name, build in FILES.items():
         data = build()
-        with Image.open(io.BytesIO(data)) as opened:
+        with Image.open(io.BytesIO(read_parts(data, "it").pixels)) as opened:
             uses[f"file: {name}"] = opened.width * opened.height, partial(inspect, data, "it")
     return uses
 

@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("PIL")
 
-from PIL import Image, ImageOps
+from PIL import Image
 
 from clowder_aimage.pictures.decode import decode
 from clowder_aimage.pictures.fit import fit
@@ -95,19 +95,19 @@ def test_a_picture_is_turned_without_its_decoder(
 ) -> None:
     # That of WebP has two pictures of its own in memory
     opened, left = list[weakref.ref[Image.Image]](), list[object]()
-    read, turn = Image.open, ImageOps.exif_transpose
+    read, turn = Image.open, Image.Image.transpose
 
     def note(*given: Any, **options: Any) -> Image.Image:
         image = read(*given, **options)
         opened.append(weakref.ref(image))
         return image
 
-    def check(image: Image.Image, *, in_place: bool) -> None:
+    def check(image: Image.Image, method: Image.Transpose) -> Image.Image:
         left.extend(each() for each in opened)
-        turn(image, in_place=True)
+        return turn(image, method)
 
     monkeypatch.setattr(Image, "open", note)
-    monkeypatch.setattr(ImageOps, "exif_transpose", check)
+    monkeypatch.setattr(Image.Image, "transpose", check)
     data = encode(Image.new("RGB", (6, 4)), kind, exif=turned(8))
     assert decode(data, "it").size == (4, 6)
     assert left == [None]

@@ -15,7 +15,7 @@ from PIL import Image, ImageFile
 
 from clowder_aimage.errors import UsageError
 from clowder_aimage.pictures.decode import decode
-from clowder_aimage.pictures.file_parts import check_scans, count_scans
+from clowder_aimage.pictures.file_parts import check_scans, read_parts
 
 MANY = (1 << 16) + 1
 
@@ -109,7 +109,7 @@ def test_ordinary_files_are_decoded(data: bytes) -> None:
 
 
 def test_large_pictures_have_fewer_scans() -> None:
-    assert count_scans(write("JPEG", progressive=True), "it") == 10
+    assert read_parts(write("JPEG", progressive=True), "it").scans == 10
     check_scans(32, 1 << 25, "it")
     with pytest.raises(UsageError, match="33554432 pixels may have 32"):
         check_scans(33, 1 << 25, "it")

@@ -6,18 +6,28 @@ import io
 import warnings
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image
 
-from clowder_aimage.errors import UsageError
+from clowder_aimage.errors import FormatError, UsageError
 from clowder_aimage.model.pixel import convert, crop_strip, list_strips
-from clowder_aimage.pictures.file_parts import check_scans, count_scans
+from clowder_aimage.pictures.colour_profile import convert_to_srgb
+from clowder_aimage.pictures.file_parts import (
+    PictureParts,
+    build_animated_error,
+    check_scans,
+    read_parts,
+)
 from clowder_aimage.pictures.input_file import TYPES, build_too_large_error, check_dimensions
 
 Picture = Image.Image
+# The offset of the bits of a sample in a PNG file (11.2.1)
+_PNG_DEPTH = 24
 
 
 def decode(data: bytes, label: str) -> Picture:
-    """Return a picture upright, as RGB or RGBA; ``info["kind"]`` is its format.
+    """Return a picture upright in sRGB, as RGB or RGBA.
+
+    ``info["kind"]`` is its format, ``info["warnings"]`` are sentences about it.
 
     Raises:
         UsageError: It is not a PNG, JPEG or WebP file, is damaged, animated, too large or narrow,
@@ -26,9 +36,10 @@ def decode(data: bytes, label: str) -> Picture:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            kind, image = _read(data, label)
-            ImageOps.exif_transpose(image, in_place=True)
-            coloured = _convert_to_colour(image)
+            parts = read_parts(data, label)
+            kind, image = _read(parts, label)
+            image = parts.metadata.turn(image)
+            coloured, sentences = _convert_to_colour(image, parts.metadata.profile)
     except UsageError:
         raise
     except Image.DecompressionBombError:
@@ -39,32 +50,61 @@ def decode(data: bytes, label: str) -> Picture:
         raise UsageError(
             f"{label} is not a picture that can be read", hint="use a PNG, JPEG or WebP file"
         ) from None
-    coloured.info = {"kind": kind}
+    coloured.info = {"kind": kind, "warnings": sentences}
     return coloured
 
 
-def _read(data: bytes, label: str) -> tuple[str, Picture]:
+def _read(parts: PictureParts, label: str) -> tuple[str, Picture]:
     """Return the format of a file and a copy of its picture, which holds no decoder in memory."""
-    scans = count_scans(data, label)
-    with Image.open(io.BytesIO(data), formats=list(TYPES)) as image:
-        check_dimensions(*image.size, len(data), label)
-        check_scans(scans, image.width * image.height, label)
+    with Image.open(io.BytesIO(parts.pixels), formats=list(TYPES)) as image:
+        check_dimensions(*image.size, len(parts.pixels), label)
+        check_scans(parts.scans, image.width * image.height, label)
+        if getattr(image, "n_frames", 1) > 1:
+            raise build_animated_error(label)
         kind = str(image.format)
-        # A JPEG with previews behind it, as some cameras write
-        if kind == "MPO":
-            kind = "JPEG"
-        elif getattr(image, "n_frames", 1) > 1:
-            raise UsageError(f"{label} is animated", hint="use one of its pictures")
+        if kind == "PNG":
+            _scale_transparent_colour(image, parts.pixels[_PNG_DEPTH])
         return kind, image.copy()
 
 
-def _convert_to_colour(image: Picture) -> Picture:
-    # 16 bits, or 32 bits with the same range
-    if image.mode.startswith("I"):
-        grey = np.empty((image.height, image.width), np.uint8)
-        # The values of the whole picture would take much memory
-        for rows in list_strips(image.height):
-            grey[rows] = np.clip(np.asarray(crop_strip(image, rows)), 0, 65535) // 257
-        image = Image.fromarray(grey)
-    has_alpha = image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info
-    return convert(image, "RGBA" if has_alpha else "RGB")
+def _scale_transparent_colour(image: Picture, depth: int) -> None:
+    """Scale the colour that is transparent as Pillow scales samples of ``depth`` bits."""
+    colour = image.info.get("transparency")
+    if isinstance(colour, tuple):
+        image.info["transparency"] = tuple(
+            sample >> 8 if depth == 16 else sample & 255 for sample in colour
+        )
+    elif image.mode == "L" and colour is not None:
+        image.info["transparency"] = colour * 255 // ((1 << depth) - 1)
+
+
+def _convert_to_colour(image: Picture, profile: bytes | None) -> tuple[Picture, tuple[str, ...]]:
+    """Return a picture in sRGB, and a sentence about a profile that cannot be used."""
+    image, sentences = _reduce_depth(image), tuple[str, ...]()
+    if "transparency" in image.info:
+        image = image.convert("LA" if image.mode in ("1", "L") else "RGBA")
+    mode = "RGBA" if image.mode in ("RGBA", "LA") else "RGB"
+    if profile is not None:
+        try:
+            image = convert_to_srgb(image, profile)
+        except FormatError as error:
+            sentences = (f"has a colour profile that {error.message}, and is ignored",)
+    return convert(image, mode), sentences
+
+
+def _reduce_depth(image: Picture) -> Picture:
+    """Return a picture of 16 bits, or of 32 bits with the same range, with the high 8 of them."""
+    if not image.mode.startswith("I"):
+        return image
+    grey = np.empty((image.height, image.width), np.uint8)
+    opaque = np.empty_like(grey) if "transparency" in image.info else None
+    # The values of the whole picture would take much memory
+    for rows in list_strips(image.height):
+        values = np.asarray(crop_strip(image, rows))
+        grey[rows] = np.clip(values, 0, 65535) >> 8
+        if opaque is not None:
+            opaque[rows] = np.where(values == image.info["transparency"], 0, 255)
+    reduced = Image.fromarray(grey)
+    if opaque is not None:
+        reduced.putalpha(Image.fromarray(opaque))
+    return reduced

@@ -32,6 +32,7 @@ from clowder_aimage.pictures.input_file import (
     compute_enlarged_size,
     compute_expanded_size,
 )
+from clowder_aimage.pictures.transparency import flatten, is_cut_out, is_transparent
 
 # The least value of a mask that is painted
 _PAINTED = 128
@@ -55,7 +56,13 @@ def inspect(data: bytes, label: str) -> InputFile:
         raise TooLargeError(f"{label} has {len(data)} bytes; pictures may have {MAX_BYTES}")
     image = decode(data, label)
     kind = TYPES[str(image.info["kind"])]
-    return InputFile(Descriptor(kind, Digest.of(data), len(data)), *image.size)
+    return InputFile(
+        Descriptor(kind, Digest.of(data), len(data)),
+        *image.size,
+        warnings=image.info["warnings"],
+        is_transparent=is_transparent(image),
+        is_cut_out=is_cut_out(image),
+    )
 
 
 def keep(store: ContentStore, lease: Lease, data: bytes, label: str) -> InputFile:
@@ -110,7 +117,8 @@ def _build_mask(image: Picture, mask: Picture | None) -> Picture:
         mask = ImageChops.invert(image.getchannel("A"))
     if mask.size != image.size:
         raise _build_size_error("mask", mask, image)
-    mask = convert(mask, "L")
+    # Strokes on a transparent layer are the mask, not what is around them
+    mask = convert(mask if mask.mode == "L" else flatten(mask, "black"), "L")
     if not any(mask.histogram()[_PAINTED:]):
         raise UsageError("the mask is empty: white is painted, and it has none")
     return mask
@@ -139,7 +147,7 @@ class PictureInputs:
         """
         if request.input.references:
             read = (
-                convert(self._read(reference, "reference"), "RGB")
+                flatten(self._read(reference, "reference"))
                 for reference in request.input.references
             )
             pictures = PictureInput(references=tuple(map(to_pixels, read)))
@@ -186,7 +194,7 @@ def _fit_to_request(request: GenerateRequest, picture: Picture | None) -> Pixels
     if picture is None:
         return None
     size = request.sampling.width, request.sampling.height
-    return to_pixels(fit(convert(picture, "RGB"), size, request.input.fit))
+    return to_pixels(fit(flatten(picture), size, request.input.fit))
 
 
 def prepare(
@@ -196,7 +204,7 @@ def prepare(
     control: Picture | None = None,
 ) -> PreparedPicture:
     """Return a picture and its mask, fitted to the request. Raises UsageError."""
-    picture = convert(image, "RGB")
+    picture = flatten(image)
     if request.input.expand is not None:
         return _expand_picture(request, request.input.expand, picture, control)
     size = request.sampling.width, request.sampling.height
@@ -259,7 +267,7 @@ def _expand_picture(
     # A control picture of another size is one of the whole result
     guide = _fit_to_request(request, control)
     if control is not None and control.size == image.size:
-        guide = np.pad(to_pixels(convert(control, "RGB")), sides, mode="edge")
+        guide = np.pad(to_pixels(flatten(control)), sides, mode="edge")
     original = pixels[:height, :width]
     return PreparedPicture(
         PictureInput(pixels, mask, guide),
@@ -277,11 +285,11 @@ def enlarge(
     assert request.input.upscale is not None  # noqa: S101 - the caller's condition
     width, height = compute_enlarged_size(*image.size, request.input.upscale)
     grid = TileGrid.cover(width, height, (request.sampling.width, request.sampling.height))
-    resized = to_pixels(resize(convert(image, "RGB"), (width, height)))
+    resized = to_pixels(resize(flatten(image), (width, height)))
     tiles = grid.cut(resized)
     guides: Sequence[Pixels | None] = [None] * len(tiles)
     if control is not None:
-        fitted = fit(convert(control, "RGB"), (width, height), request.input.fit)
+        fitted = fit(flatten(control), (width, height), request.input.fit)
         guides = grid.cut(to_pixels(fitted))
     pairs = zip(tiles, guides, strict=True)
     parts = tuple(PictureInput(tile, control=guide) for tile, guide in pairs)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from clowder_aimage.errors import TooLargeError, UsageError
 from clowder_aimage.generation.check import build_parameter_error
-from clowder_aimage.generation.request import MAX_SIDE, check_area
+from clowder_aimage.generation.request import ALPHA, MAX_SIDE, check_area
 from clowder_aimage.oci import Descriptor
 
 TYPES = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp"}
@@ -23,8 +23,8 @@ MAX_PIXELS = 1 << 25
 MAX_PICTURE_SIDE = 1 << 15
 # The largest ratio of the sides
 _RATIO = 64
-# Bytes of a file: of each pixel without compression, and of all that is not pixels
-_DEPTH, _MAX_METADATA = 8, 4 << 20
+# Bytes of a file without its metadata: of each pixel without compression, and of the rest
+_DEPTH, _MAX_REST = 8, 4 << 20
 BASE64 = "([A-Za-z0-9+/]{4})*([A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?"  # with padding
 # Characters, a multiple of 4
 _CHUNK = 1 << 20
@@ -36,11 +36,27 @@ MAX_AREA = 2048 * 2048
 
 @dataclass(frozen=True, slots=True)
 class InputFile:
-    """A picture file: its digest, type, and size in pixels after rotation."""
+    """A picture file: its digest, type, and size in pixels after rotation.
+
+    ``warnings`` are sentences about it. ``is_cut_out``: much of it is transparent altogether.
+    """
 
     descriptor: Descriptor
     width: int
     height: int
+    warnings: tuple[str, ...] = ()
+    is_transparent: bool = False
+    is_cut_out: bool = False
+
+    def list_warnings(self, mask: str | None = None, *, hint: str = "") -> list[str]:
+        """Return sentences about it as the image of a request, without its name.
+
+        ``hint`` says how its transparent parts are painted.
+        """
+        if not self.is_transparent or mask == ALPHA:
+            return [*self.warnings]
+        advice = f"; {hint}" if hint else ""
+        return [*self.warnings, f"has transparent parts, which are white for the model{advice}"]
 
 
 def build_too_large_error(label: str) -> TooLargeError:
@@ -49,7 +65,10 @@ def build_too_large_error(label: str) -> TooLargeError:
 
 
 def check_dimensions(width: int, height: int, length: int, label: str) -> None:
-    """Refuse a file of ``length`` bytes by its header, before it is decoded. Raises UsageError."""
+    """Refuse a file by its header, before it is decoded; ``length`` is that without metadata.
+
+    Raises UsageError.
+    """
     if width * height > MAX_PIXELS:
         raise build_too_large_error(label)
     limit = ""
@@ -59,9 +78,9 @@ def check_dimensions(width: int, height: int, length: int, label: str) -> None:
         limit = f"one side may be at most {_RATIO} times the other"
     if limit:
         raise UsageError(f"{label} has {width} x {height} pixels: {limit}", hint="crop it")
-    if length > _DEPTH * width * height + _MAX_METADATA:
+    if length > _DEPTH * width * height + _MAX_REST:
         message = f"{label} has {length} bytes for {width} x {height} pixels"
-        raise UsageError(message, hint="remove its metadata")
+        raise UsageError(message, hint="save it again")
 
 
 def decode_base64(text: bytes) -> bytes:

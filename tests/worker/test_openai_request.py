@@ -234,6 +234,20 @@ def test_a_larger_picture_is_reduced_unless_a_size_is_given() -> None:
     )
 
 
+def test_only_models_that_paint_take_the_mask_of_a_cut_out_image() -> None:
+    cut_out = InputFile(
+        Descriptor.of("image/png", b""), 64, 64, is_transparent=True, is_cut_out=True
+    )
+    pictures = StoredPictures((cut_out,), "alpha", is_mask_implied=True)
+    for model, mask, said in (
+        (aimage(), "alpha", "image has transparent parts, which are painted: it has no mask"),
+        (aimage("flux2"), None, "image has transparent parts, which are white for the model"),
+    ):
+        request = image_request().build_request(model, pictures=pictures)
+        assert request.input.mask == mask
+        assert image_request().list_warnings(request, pictures, has_size=False) == [said]
+
+
 def test_the_largest_seed_depends_on_the_number_of_pictures() -> None:
     assert image_request(seed=2**64 - 10, n=10).first_seed == 2**64 - 10
     assert refused(seed=2**64 - 9, n=10).param == "seed"

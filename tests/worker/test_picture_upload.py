@@ -304,6 +304,32 @@ def test_fields_of_pictures_need_a_picture(worker: LocalWorker) -> None:
         assert answer["error"]["param"] == "image"
 
 
+def test_an_edit_paints_what_is_transparent_in_its_image(worker: LocalWorker) -> None:
+    def send_picture(path: str, **more: Any) -> tuple[str, dict[str, Any]]:
+        fields = {"model": "tiny", "prompt": "a dog", "steps": 2, "seed": 7, **more}
+        body = json.dumps({"image": url_of(clear()), **fields}).encode()
+        headers = {"Content-Type": "application/json"}
+        status, got, data = answer_to(urllib.request.Request(worker.url + path, body, headers))
+        assert status == 200, data
+        return str(got.get("X-Aimage-Warning")), json.loads(data)
+
+    said, painted = send_picture(EDITS)
+    assert said == "image has transparent parts, which are painted: it has no mask"
+    assert painted["warnings"] == [said]
+    _, masked = send_picture(EDITS, mask="alpha")
+    assert pixels(pictures(painted)[0]) == pixels(pictures(masked)[0])
+    assert "warnings" not in masked
+    white = Image.new("RGB", (64, 48))
+    white.paste("white", (8, 8, 40, 40))
+    for path, more in ((EDITS, {"strength": 0.5}), (GENERATIONS, {"strength": 0.5})):
+        said, whole = send_picture(path, **more)
+        assert "transparent parts, which are white for the model; the mask alpha" in said
+        file = io.BytesIO()
+        white.save(file, "PNG")
+        _, same = send_picture(path, **more, image=url_of(file.getvalue()))
+        assert pixels(pictures(whole)[0]) == pixels(pictures(same)[0])
+
+
 def test_ollama_begins_with_the_first_image(worker: LocalWorker) -> None:
     body = {"model": "tiny", "prompt": "a dog", "steps": 3, "seed": 7, "stream": False}
     given = {"images": [base64.b64encode(file()).decode()]}

@@ -27,6 +27,7 @@ from clowder_aimage.api.picture import output as picture_output
 from clowder_aimage.api.picture.control_field import convert_controlnet_error, find_controlnet
 from clowder_aimage.api.picture.lora_field import PromptedLoras
 from clowder_aimage.api.picture.request import (
+    REPAINTS,
     EditRequest,
     ImageRequest,
     VariationRequest,
@@ -127,7 +128,10 @@ class ImageRoutes:
         )
         selected = await choose_model(service, body, [PICTURES], may_pull=may_pull)
         request["model"] = selected.reference
-        pictures = await upload.keep(sources, body.painted, selected.aimage)
+        implies_mask = kind is EditRequest and not body.stated.keys() & REPAINTS
+        pictures = await upload.keep(
+            sources, body.painted, selected.aimage, implies_mask=implies_mask
+        )
         loras = body.adapters
         if selected.adapter is not None:
             loras = loras.prepend(selected.adapter)

@@ -57,7 +57,7 @@ class PictureFields(ParameterBody):
         """
         locations = map_parameter_locations()
         stated = {name: value for name, value in self.stated.items() if name in locations}
-        stated |= parameters if pictures is None else pictures.digests | parameters
+        stated |= parameters if pictures is None else pictures.list_digests(model) | parameters
         draft = GenerateRequest.draft(prompt, **stated)
         first_picture = None if pictures is None else pictures.first
         if model is None:
@@ -79,8 +79,9 @@ class PictureFields(ParameterBody):
     def list_warnings(
         self, request: GenerateRequest, pictures: StoredPictures | None, *, has_size: bool
     ) -> list[str]:
-        """Return sentences about fields without effect, and about a picture that is reduced."""
+        """Return sentences about fields without effect, and about the pictures."""
         warnings = describe_ignored_parameters(request, self.stated)
+        warnings += [] if pictures is None else pictures.list_warnings(request)
         is_whole = has_size or any(map(self.stated.get, ("expand", "upscale", "crop")))
         if pictures is None or is_whole:
             return warnings

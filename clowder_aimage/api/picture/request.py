@@ -191,6 +191,8 @@ class ImageRequest(EnhanceFields, PictureFields, GenerationBody):
 
 
 _NEEDS_IMAGE = needs(IMAGE, IMAGES)
+# Parameters of an edit that apply to all of its image, so that its transparency is no mask
+REPAINTS = frozenset({"strength", "fine", "expand", "upscale"})
 
 
 class EditRequest(ImageRequest):

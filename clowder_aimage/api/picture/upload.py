@@ -31,7 +31,8 @@ from clowder_aimage.errors import (
     NotFoundError,
     UsageError,
 )
-from clowder_aimage.generation.request import ALPHA, MAX_REFERENCES
+from clowder_aimage.formats.diffusers import find_reference_limit
+from clowder_aimage.generation.request import ALPHA, MAX_REFERENCES, GenerateRequest
 from clowder_aimage.http.api_error import ApiError, convert_error, convert_registry_error
 from clowder_aimage.http.local_request import Request
 from clowder_aimage.http.route import ADMIN
@@ -49,24 +50,49 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class StoredPictures:
-    """The pictures of a request in the store; ``mask`` is a digest, or "alpha"."""
+    """The pictures of a request in the store; ``mask`` is a digest, or "alpha".
+
+    ``is_mask_implied``: the request has none, but its image is cut out.
+    """
 
     images: tuple[InputFile, ...] = ()
     mask: str | None = None
     control: InputFile | None = None
+    is_mask_implied: bool = False
 
     @property
     def first(self) -> InputFile:
         """The first image, else the control picture."""
         return next(picture for picture in (*self.images, self.control) if picture is not None)
 
-    @property
-    def digests(self) -> dict[str, Any]:
-        """The digests by the parameter of a generation; several images are references."""
+    def list_digests(self, model: AImage | None) -> dict[str, Any]:
+        """Return the digests by the parameter of a generation; several images are references.
+
+        An implied mask is left out for a model that takes none.
+        """
+        is_edit = model is not None and bool(find_reference_limit(model.properties))
+        mask = None if self.is_mask_implied and is_edit else self.mask
         images = tuple(str(picture.descriptor.digest) for picture in self.images)
         control = None if self.control is None else str(self.control.descriptor.digest)
         several, picture = (images, None) if images[1:] else ((), images[0] if images else None)
-        return {"image": picture, "references": several, "control": control, "mask": self.mask}
+        return {"image": picture, "references": several, "control": control, "mask": mask}
+
+    def list_warnings(self, request: GenerateRequest) -> list[str]:
+        """Return sentences about the pictures of a request."""
+        mask = request.input.mask
+        hint = "" if request.input.references else "the mask alpha paints them"
+        named = [(IMAGE, image) for image in self.images]
+        named += [] if self.control is None else [(CONTROL, self.control)]
+        sentences = [
+            f"{name} {sentence}"
+            for name, picture in named
+            for sentence in picture.list_warnings(
+                mask if name == IMAGE else None, hint=hint if name == IMAGE else ""
+            )
+        ]
+        if self.is_mask_implied and mask == ALPHA:
+            sentences.append(f"{IMAGE} has transparent parts, which are painted: it has no mask")
+        return [*dict.fromkeys(sentences)]
 
 
 class PictureUploads:
@@ -163,14 +189,19 @@ class PictureUpload:
         await self.uploads.close(self)
 
     async def keep(
-        self, sources: Sources, painted: str = "auto", model: AImage | None = None
+        self,
+        sources: Sources,
+        painted: str = "auto",
+        model: AImage | None = None,
+        *,
+        implies_mask: bool = False,
     ) -> StoredPictures | None:
         """Put the pictures of a request into the store. Raises ApiError, BusyError, StoreError.
 
         ``sources`` is emptied, so that the bytes are freed one picture after the other.
 
         painted: the painted part of a mask, as for ``whiten_mask``. model: that of the request, if
-        it is known.
+        it is known. implies_mask: without a mask, the clear parts of a cut-out image are painted.
         """
         if not sources:
             return None
@@ -188,7 +219,8 @@ class PictureUpload:
         images = await self._keep_all(sources, IMAGES if IMAGES in sources else IMAGE)
         control = next(iter(await self._keep_all(sources, CONTROL)), None)
         if not images or MASK not in sources:
-            return StoredPictures(images, None, control)
+            is_implied = implies_mask and len(images) == 1 and images[0].is_cut_out
+            return StoredPictures(images, ALPHA if is_implied else None, control, is_implied)
         is_alpha = sources[MASK] == [ALPHA]
         mask = None if is_alpha else (await self._keep_all(sources, MASK, painted))[0]
         try:

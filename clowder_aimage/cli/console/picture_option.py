@@ -111,6 +111,7 @@ def complete_request(draft: GenerateRequest, model: AImage) -> GenerateRequest:
     main_image = next(iter(image_input.images), draft.control.image)
     if main_image is None:
         return draft.apply_defaults(model)
+    _warn_about_pictures(draft)
     name, picture = get_named_pictures().find(main_image)
     # With these options, the picture keeps its size.
     keeps_size = draft.has_size or image_input.expand or image_input.crop or image_input.upscale
@@ -120,6 +121,18 @@ def complete_request(draft: GenerateRequest, model: AImage) -> GenerateRequest:
         option = "--image" if image_input.images else "--control"
         note_once(f"{option}: {format_picture_label(name)} {reduced}; --size sets another size")
     return input_kind.own_sized(draft, picture).apply_defaults(model)
+
+
+def _warn_about_pictures(draft: GenerateRequest) -> None:
+    named = [(digest, "--image") for digest in draft.input.images]
+    named += [(draft.control.image, "--control")] if draft.control.image else []
+    for digest, option in named:
+        name, picture = get_named_pictures().find(digest)
+        is_masked = option == "--image" and not draft.input.references
+        hint = "--mask alpha paints them" if is_masked else ""
+        mask = draft.input.mask if is_masked else None
+        for sentence in picture.list_warnings(mask, hint=hint):
+            note_once(f"warning: {option}: {format_picture_label(name)} {sentence}")
 
 
 def to_request(draft: GenerateRequest) -> dict[str, Any]:
