@@ -36,6 +36,7 @@ from clowder_aimage.model.text.language_model import (
     TextEnd,
     TextEvent,
     TextRequest,
+    join_embeddings,
 )
 from clowder_aimage.model.text.runtime import find_runtime, load_language_model
 from clowder_aimage.oci import Descriptor, Reference
@@ -300,8 +301,7 @@ class ModelProcess:
         for batch in request.iter_batches():
             results.append(self._model.embed(batch))
             yield TextDelta("")
-        vectors = (vector for embeddings in results for vector in embeddings.vectors)
-        yield Embeddings(tuple(vectors), sum(embeddings.tokens for embeddings in results))
+        yield join_embeddings(results)
 
     def _advance(self, request_id: int, events: Generator[_Text, None, None]) -> None:
         """Send the next event of a text."""
@@ -317,8 +317,8 @@ class ModelProcess:
             if event.text or event.tokens:
                 self._frames.write_piece(request_id, event)
         elif isinstance(event, Embeddings):
-            count = len(event.vectors)
-            self._send("vectors", request_id, event.pack(), count=count, tokens=event.tokens)
+            facts = {"tokens": event.tokens, "cut": event.cut, "limit": event.limit}
+            self._send("vectors", request_id, event.pack(), count=len(event.vectors), **facts)
         else:
             self._send("end" if isinstance(event, TextEnd) else "call", request_id, **asdict(event))
 

@@ -360,7 +360,8 @@ def _build_command(request: ModelRequest, encoding: PictureEncoding) -> frame.Me
 def _parse_event(message: frame.Message, data: bytes) -> Event | None:
     """Return the event of a frame; None for the end of a request."""
     if message["is"] == "vectors":
-        return Embeddings.unpack(data, message["count"], message["tokens"])
+        names = ("count", "tokens", "cut", "limit")
+        return Embeddings.unpack(data, *(message[name] for name in names))
     if (kind := _EVENTS.get(message["is"])) is None:
         return None
     fields = {key: value for key, value in message.items() if key not in ("is", "id")}

@@ -57,12 +57,13 @@ class TokenizerTimeoutError(ModelError):
 class EncodingLimits:
     """Limits of one encoding: characters of a normalized text, and seconds.
 
-    ``has_special``: the post-processor adds its special tokens.
+    ``has_special``: the post-processor adds its special tokens. ``tokens``: more are cut off.
     """
 
     text: int = _MAX_TEXT
     seconds: float = _SECONDS
     has_special: bool = True
+    tokens: int | None = None
 
 
 class TokenizerBackend:
@@ -87,6 +88,8 @@ class TokenizerBackend:
         with _silence_output("the tokenizer cannot be read"):
             backend.add_tokens(new)
             backend.no_padding()
+            # Of the file's last use, which is not that of this program
+            backend.no_truncation()
 
     @classmethod
     def from_json(cls, text: str, added: Mapping[str, Any]) -> TokenizerBackend:
@@ -150,16 +153,24 @@ class TokenizerBackend:
             ModelError: The tokenizer fails or may grow the text too much; StuckError: it takes too
                 long.
         """
+        return self.encode_cut(text, limits=limits)[0]
+
+    def encode_cut(
+        self, text: str, *, limits: EncodingLimits | None = None
+    ) -> tuple[list[int], bool]:
+        """Return the token ids of ``text``, and True if a limit has cut it; see ``encode``."""
         limits = limits or EncodingLimits()
         _check_length(len(text), self._growth, limits.text)
+        if limits.tokens is not None:
+            self.truncate(limits.tokens, "right")
         with _silence_output("the tokenizer failed", is_private=True):
             # a batch, unlike a text, is encoded without the interpreter's lock
             special = limits.has_special
-            work = _Work(
-                lambda: self._backend.encode_batch([text], add_special_tokens=special)[0].ids
-            )
-            tokens: list[int] = work.wait_result(limits.seconds)
-        return tokens
+            work = _Work(lambda: self._backend.encode_batch([text], add_special_tokens=special)[0])
+            encoding = work.wait_result(limits.seconds)
+            if limits.tokens is not None:
+                self._backend.no_truncation()
+            return encoding.ids, bool(encoding.overflowing)
 
 
 class _Work(threading.Thread):

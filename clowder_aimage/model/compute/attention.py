@@ -26,20 +26,26 @@ _FUSED = (64, 80, 128)
 
 
 def attention(
-    queries: Array, keys: Array, values: Array, scale: float, mask: mx.array | None = None
+    queries: Array,
+    keys: Array,
+    values: Array,
+    scale: float,
+    mask: mx.array | None = None,
+    bias: mx.array | None = None,
 ) -> Array:
-    """Return softmax(scale * queries @ keys^T) @ values, without storing more than MAX_SCORES.
+    """Return softmax(scale * queries @ keys^T + bias) @ values.
 
-    queries: (1, length, heads, channels); keys and values: (1, length, fewer heads, channels), each
-    used by as many heads; mask: (length, length), True for visible keys. Returns the shape
-    of queries; these may be overwritten.
+    No more than MAX_SCORES are stored. queries: (1, length, heads, channels); keys and values:
+    (1, length, fewer heads, channels), each used by as many heads; mask: (length, length), True for
+    visible keys; bias, in place of a mask: (heads, length, length). Returns the shape of queries;
+    these may be overwritten.
     """
     if isinstance(queries, np.ndarray):
-        _attend_by_tiles(queries[0], keys[0], values[0], scale, mask)
+        _attend_by_tiles(queries[0], keys[0], values[0], scale, mask, bias)
         return queries
     if is_slow(queries) and blas.is_fast():
         queries, keys, values = contiguous(queries, keys, values)
-        attention(view_memory(queries), view_memory(keys), view_memory(values), scale, mask)
+        attention(view_memory(queries), view_memory(keys), view_memory(values), scale, mask, bias)
         return queries
     _, length, heads, channels = queries.shape
     queries, keys, values = (array.transpose(0, 2, 1, 3) for array in (queries, keys, values))
@@ -50,6 +56,7 @@ def attention(
     outputs = []
     for row in range(0, length, rows):
         row_mask = None if mask is None else mask[row : row + rows]
+        row_mask = row_mask if bias is None else bias[None, :, row : row + rows]
         row_queries = queries[:, :, row : row + rows]
         outputs.append(compute(row_queries, keys, values, scale=scale, mask=row_mask))
         if rows < length:
@@ -59,7 +66,12 @@ def attention(
 
 
 def _attend_by_tiles(
-    query: Floats, key: Floats, value: Floats, scale: float, mask: mx.array | None
+    query: Floats,
+    key: Floats,
+    value: Floats,
+    scale: float,
+    mask: mx.array | None,
+    bias: mx.array | None,
 ) -> None:
     """Overwrite the queries: some rows of few heads at a time, whose scores stay in the cache.
 
@@ -68,6 +80,7 @@ def _attend_by_tiles(
     length, heads, _ = query.shape
     columns, groups = key.shape[:2]
     hidden = None if mask is None else np.logical_not(view_memory(*contiguous(mask)))
+    added = None if bias is None else view_memory(*contiguous(bias))
     most = columns if hidden is None else _count_seen_columns(hidden)
     step = min(max(16, _SCORES // most), -(-length // count_cores()))
     # Heads of a tile
@@ -84,6 +97,8 @@ def _attend_by_tiles(
             blas.multiply(tile_queries[:, head], key[:visible, group].T, scores[head], scale)
         if hidden is not None:
             np.copyto(scores, -np.inf, where=hidden[rows, :visible])
+        if added is not None:
+            scores += added[first_head : first_head + len(scores), rows]
         scores -= scores.max(axis=2, keepdims=True)
         np.exp(scores, out=scores)
         sums = scores.sum(axis=2)

@@ -14,7 +14,7 @@ from clowder_aimage.formats.transformers import build_facts
 from clowder_aimage.model.backend import get_device_memory, mx
 from clowder_aimage.model.hardware import get_machine_memory
 from clowder_aimage.model.mlxlm import library
-from clowder_aimage.model.mlxlm.embedding import TextEmbedding
+from clowder_aimage.model.mlxlm.embedding import find_embedder
 from clowder_aimage.model.mlxlm.generation import Prompt, TextGeneration
 from clowder_aimage.model.mlxlm.network_weights import (
     choose_form,
@@ -41,6 +41,7 @@ from clowder_aimage.model.text.language_model import (
     require,
     require_characters,
 )
+from clowder_aimage.model.text.sentence_embedding import SentenceEmbedder
 from clowder_aimage.model.text.stream import TextStream, is_in_thoughts
 from clowder_aimage.model.text.token_table import TokenTable
 from clowder_aimage.model.text.tokenizer_file import TokenizerFiles
@@ -109,7 +110,7 @@ class MlxModel:
         self._network, self._backend, self._template = network, backend, template
         self._table, self._ends, self._defaults = TokenTable(backend), ends, defaults
         self._prompt_cache = PromptCache(network, plan.cached)
-        self._embedding: TextEmbedding | None = None
+        self._embedder: SentenceEmbedder | None = None
         self.context, self.parallel, self.dtype = plan.context, plan.parallel, dtype
         self.device = library.describe()
 
@@ -120,7 +121,7 @@ class MlxModel:
             features.add(CHAT)
             features |= {TOOLS} if self._template.has_tools else set()
             features |= {THINKING} if self._template.has_thinking else set()
-        return frozenset(features | ({EMBEDDING} if self._embedding else set()))
+        return frozenset(features | ({EMBEDDING} if self._embedder else set()))
 
     def try_schema(self, request: TextRequest, is_cancelled: Callable[[], bool]) -> None:  # noqa: ARG002
         """Refuse a schema: there are no grammars."""
@@ -181,13 +182,8 @@ class MlxModel:
 
     def embed(self, request: EmbeddingRequest) -> Embeddings:
         require(self.capabilities, EMBEDDING, "model")
-        assert self._embedding is not None  # noqa: S101 - a capability
-        texts = [self._encode(text, has_special=True) for text in request.texts]
-        for tokens in texts:
-            if len(tokens) > self.context:
-                raise ContextError(len(tokens), self.context)
-        vectors = tuple(self._embedding.embed(tokens) for tokens in texts)
-        return Embeddings(vectors, sum(map(len, texts)))
+        assert self._embedder is not None  # noqa: S101 - a capability
+        return self._embedder.embed(request)
 
 
 def load(
@@ -216,7 +212,7 @@ def load(
     plan = CachePlan.of(cache_memory, _measure_token_size(network), native, context, parallel)
     ends = _ends(generation, weights.config, backend, special)
     model = MlxModel(network, backend, template, ends, defaults, plan, format_dtype(chosen))
-    model._embedding = TextEmbedding.find(tokenizer, network)  # noqa: SLF001
+    model._embedder = find_embedder(tokenizer, network, backend, model.context)  # noqa: SLF001
     return model
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, Protocol
 
@@ -219,45 +219,72 @@ def join_deltas(events: Iterable[TextEvent]) -> Iterator[TextEvent]:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingRequest:
-    """Texts whose embeddings are requested."""
+    """Texts whose embeddings are requested, and the name of a prompt that the model's files have.
+
+    None is the usual prompt of the model, if it has one.
+    """
 
     texts: tuple[str, ...]
+    prompt: str | None = None
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> EmbeddingRequest:
         """Return the request of an ``asdict``."""
-        return cls(tuple(value["texts"]))
+        return cls(tuple(value["texts"]), value.get("prompt"))
 
     def iter_batches(self) -> Iterator[EmbeddingRequest]:
         """Yield requests for a few texts each, so that other requests run between them."""
         batch: list[str] = []
         for text in self.texts:
             if batch and (len(batch) == _TEXTS or sum(map(len, batch)) + len(text) > _CHARACTERS):
-                yield EmbeddingRequest(tuple(batch))
+                yield replace(self, texts=tuple(batch))
                 batch = []
             batch.append(text)
         if batch:
-            yield EmbeddingRequest(tuple(batch))
+            yield replace(self, texts=tuple(batch))
 
 
 @dataclass(frozen=True, slots=True)
 class Embeddings:
-    """Embeddings of unit length in the order of the texts, and the number of their tokens."""
+    """Embeddings of unit length in the order of the texts, and the number of their tokens.
+
+    cut: texts of which only the first ``limit`` tokens were used.
+    """
 
     vectors: tuple[tuple[float, ...], ...]
     tokens: int
+    cut: int = 0
+    limit: int = 0
+
+    def list_warnings(self) -> list[str]:
+        """Return a sentence if texts were cut."""
+        if not self.cut:
+            return []
+        texts = (
+            f"{self.cut} of {len(self.vectors)} texts were"
+            if len(self.vectors) > 1
+            else "the text was"
+        )
+        return [f"{texts} cut: the model reads {self.limit} tokens of a text"]
 
     def pack(self) -> bytes:
         """Return the numbers in order, as 64-bit floats, little-endian."""
         return b"".join(struct.pack(f"<{len(vector)}d", *vector) for vector in self.vectors)
 
     @classmethod
-    def unpack(cls, data: bytes, count: int, tokens: int) -> Embeddings:
-        """Return ``count`` packed embeddings."""
+    def unpack(cls, data: bytes, count: int, *facts: int) -> Embeddings:
+        """Return ``count`` packed embeddings; facts: the other fields."""
         numbers = struct.unpack(f"<{len(data) // 8}d", data)
         size = len(numbers) // max(1, count)
         vectors = tuple(numbers[at * size : (at + 1) * size] for at in range(count))
-        return cls(vectors, tokens)
+        return cls(vectors, *facts)
+
+
+def join_embeddings(parts: Sequence[Embeddings]) -> Embeddings:
+    """Return the embeddings of several batches as those of one."""
+    vectors = tuple(vector for part in parts for vector in part.vectors)
+    tokens, cut = sum(part.tokens for part in parts), sum(part.cut for part in parts)
+    return Embeddings(vectors, tokens, cut, max((part.limit for part in parts), default=0))
 
 
 class ContextError(UsageError):

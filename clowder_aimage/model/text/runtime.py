@@ -7,17 +7,20 @@ from typing import TYPE_CHECKING
 
 from clowder_aimage.dialect.aimage import AImage
 from clowder_aimage.errors import ModelError, UsageError
+from clowder_aimage.model.text.encoder_config import is_encoder
+from clowder_aimage.model.weights import find_object
 
 if TYPE_CHECKING:
     from clowder_aimage.content.store import BlobFiles
     from clowder_aimage.model.text.language_model import LanguageModel
 
-MLX_LM, LLAMA = "mlx-lm", "llama.cpp"
+MLX_LM, LLAMA, ENCODER = "mlx-lm", "llama.cpp", "the encoder"
 # Modules with ``load`` and ``get_default_memory``, and their extras. Each is imported on use, since
 # its library may not be installed
 _MODULES = {
     MLX_LM: ("clowder_aimage.model.mlxlm.model", "text"),
     LLAMA: ("clowder_aimage.model.llama.model", "llama"),
+    ENCODER: ("clowder_aimage.model.encoder.model", "mlx"),
 }
 _FORMATS = {"transformers": MLX_LM, "gguf": LLAMA}  # of AImages
 
@@ -53,6 +56,8 @@ def load_language_model(
     runtime = find_runtime(aimage)
     if runtime not in _MODULES:
         raise ModelError("the AImage is not a language model that can be run")
+    if runtime == MLX_LM and is_encoder(find_object(files, aimage, "config.json") or {}):
+        runtime = ENCODER
     module, extra = _MODULES[runtime]
     try:
         runtime_module = importlib.import_module(module)

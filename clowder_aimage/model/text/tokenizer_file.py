@@ -55,7 +55,7 @@ class TokenizerFiles:
             ModelError: The tokenizer is missing or malformed.
         """
         try:
-            return self._build_backend(self._list_added_tokens(config))
+            return self._build_backend(self.list_added_tokens(config))
         except ModelError:
             raise
         # The library raises any type of error, since any field may have any type
@@ -71,7 +71,7 @@ class TokenizerFiles:
             raise ModelError("the model has neither tokenizer.json nor vocab.json with merges.txt")
         return TokenizerBackend.from_qwen(vocabulary, _parse_merges(merges.decode()), added)
 
-    def _list_added_tokens(self, config: Mapping[str, Any]) -> dict[str, dict[str, bool]]:
+    def list_added_tokens(self, config: Mapping[str, Any]) -> dict[str, dict[str, bool]]:
         """Return the options of tokens that the configuration adds, in the order of their ids."""
         listed = config.get("added_tokens_decoder") or {
             index: {"content": content, "special": content.startswith("<|")}
