@@ -18,7 +18,7 @@ from clowder_aimage.model.text.language_model import (
     TextRequest,
 )
 from tests.text.mlx_models import calls_of, chat, end_of, load, text_of, tiny, write
-from tests.text.tiny_text import CONTEXT, write_model
+from tests.text.tiny_text import CONTEXT, add_pooling, write_model
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 CALL = ("<tool_call>", '{"name": "f", ', '"arguments": {"a": 1}}', "</tool_call>")
@@ -193,11 +193,7 @@ def test_a_model_without_a_template_continues_texts_only(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("mode, index", [("lasttoken", -1), ("cls_token", 0)])
 def test_embeddings_are_those_that_the_files_state(tmp_path: Path, mode: str, index: int) -> None:
-    directory = write_model(tmp_path / "m")
-    (directory / "modules.json").write_text("[]")
-    (directory / "1_Pooling").mkdir()
-    (directory / "1_Pooling" / "config.json").write_text(json.dumps({f"pooling_mode_{mode}": True}))
-    model = load(directory)
+    model = load(add_pooling(write_model(tmp_path / "m"), mode))
     found = model.embed(EmbeddingRequest(("the red ball", "the")))
     assert [len(one) for one in found.vectors] == [64, 64] and found.tokens > 2
     for vector in found.vectors:

@@ -64,7 +64,7 @@ def write_encoder(
         directory / "tokenizer_config.json",
         {"tokenizer_class": f"{name}Tokenizer", "model_max_length": 40, **special},
     )
-    fields = make_config(kind, tokenizer) | config
+    fields = make_config(kind, tokenizer.get_vocab_size()) | config
     write_json(directory / "config.json", fields)
     save_file(make_weights(kind, fields, seed), directory / "model.safetensors")
     if pooling is not None:
@@ -186,12 +186,12 @@ _TRAINED = {
 }
 
 
-def make_config(kind: str, tokenizer: Tokenizer) -> dict[str, Any]:
+def make_config(kind: str, vocabulary: int) -> dict[str, Any]:
     """Return config.json."""
     fields: dict[str, Any] = {
         "architectures": [f"{_CLASSES[kind]}Model"],
         "model_type": kind,
-        "vocab_size": tokenizer.get_vocab_size(),
+        "vocab_size": vocabulary,
         "max_position_embeddings": POSITIONS,
         "pad_token_id": 1 if kind in ("roberta", "xlm-roberta", "camembert", "mpnet") else 0,
         "hidden_dropout_prob": 0.1,

@@ -85,8 +85,15 @@ def write_model(
 
 def add_pooling(directory: Path, mode: str = "mean_tokens") -> Path:
     """Make a model one of sentence-transformers, which computes embeddings."""
-    kind = "sentence_transformers.models.Pooling"
-    modules = [{"idx": 1, "name": "1", "path": "1_Pooling", "type": kind}]
+    modules = [
+        {
+            "idx": index,
+            "name": str(index),
+            "path": path,
+            "type": f"sentence_transformers.models.{kind}",
+        }
+        for index, (kind, path) in enumerate([("Transformer", ""), ("Pooling", "1_Pooling")])
+    ]
     (directory / "modules.json").write_text(json.dumps(modules), "utf-8")
     (directory / "1_Pooling").mkdir()
     _write(directory / "1_Pooling/config.json", {f"pooling_mode_{mode}": True})

@@ -1,4 +1,4 @@
-"""How the states of a network become an embedding: what the files of a model say.
+"""The way from the states of a network to an embedding, as the files of a model state it.
 
 Format: sentence-transformers 6.2, ``modules.json``, ``sentence_bert_config.json``,
 ``config_sentence_transformers.json``, and the configurations of its modules Pooling and Dense.
