@@ -127,13 +127,15 @@ class Model:
             FormatError: An adapter or ControlNet is damaged, or for another model.
         """
         from clowder_aimage.generation.request import GenerateRequest, LoraUse
+        from clowder_aimage.generation.seed import read_seed
         from clowder_aimage.pictures.input_kind import own_sized
 
         pairs = [(lora, None) if isinstance(lora, str) else lora for lora in loras]
         sources = {"image": image, "mask": mask, "control": control}
         sources |= {f"reference {number}": source for number, source in enumerate(references, 1)}
         values: dict[str, Any] = {"seed": secrets.randbits(32)}
-        values |= {name: value for name, value in parameters.items() if value is not None}
+        stated = {**parameters, "seed": read_seed(parameters.get("seed"))}
+        values |= {name: value for name, value in stated.items() if value is not None}
         with self._inputs.store.lease() as lease:
             digests, first_file = self._inputs.keep(lease, sources, values)
             uses = tuple(LoraUse(*pair) for pair in pairs)

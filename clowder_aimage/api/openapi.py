@@ -12,6 +12,7 @@ from typing_extensions import TypedDict
 
 from clowder_aimage.api.health_operation import DESCRIBE, SHOW
 from clowder_aimage.api.openapi_schema import build_schemas
+from clowder_aimage.api.request_body import IGNORED
 from clowder_aimage.engine.executor import run_io
 from clowder_aimage.http import PRODUCT
 from clowder_aimage.http.operation import JSON, Answer, Operation
@@ -185,7 +186,8 @@ def _describe(
     if content:
         description["requestBody"] = {"required": True, "content": content}
     answers = {
-        str(answer.status): _describe_answer(answer, schemas) for answer in operation.answers
+        str(answer.status): _describe_answer(answer, schemas, IGNORED if content else {})
+        for answer in operation.answers
     }
     prefix = "Ollama" if operation.path.startswith("/api/") else ""
     for status in _list_statuses(operation, needs_token=needs_token):
@@ -223,14 +225,16 @@ def _iter_parameters(operation: Operation, schemas: Mapping[int, Any]) -> Iterab
             yield {"name": name, "in": location, "required": is_required, **text, "schema": schema}
 
 
-def _describe_answer(answer: Answer, schemas: Mapping[int, Any]) -> dict[str, Any]:
+def _describe_answer(
+    answer: Answer, schemas: Mapping[int, Any], common_headers: Mapping[str, str]
+) -> dict[str, Any]:
     content: dict[str, Any] = {}
     if answer.body is not None:
         content[JSON] = {"schema": schemas[id(answer.body)]}
     content |= {name: {} for name in answer.media}
     description: dict[str, Any] = {"description": answer.description}
-    if answer.headers:
-        description["headers"] = _describe_headers(answer.headers)
+    if headers := {**(answer.headers or {}), **common_headers}:
+        description["headers"] = _describe_headers(headers)
     return description | ({"content": content} if content else {})
 
 

@@ -21,8 +21,9 @@ def build_schemas(
     """Return the schemas of all types by their identity, and the components that they name."""
     kinds: dict[int, Any] = {id(kind): kind for kind in types}
     texts: list[Any] = []
+    forms: list[Any] = [operation.form for operation in operations if operation.form is not None]
     for operation in operations:
-        texts += [operation.path_fields, operation.query, operation.headers, operation.form]
+        texts += [operation.path_fields, operation.query, operation.headers]
         for kind in (operation.body, *(answer.body for answer in operation.answers)):
             if kind is not None:
                 kinds[id(kind)] = kind
@@ -36,6 +37,8 @@ def build_schemas(
     for kind in texts:
         if kind is not None:
             schemas[id(kind)] = TypeAdapter(kind).json_schema(schema_generator=_TextSchema)
+    for kind in forms:
+        schemas[id(kind)] = TypeAdapter(kind).json_schema(schema_generator=_FormSchema)
     return schemas, dict(sorted(definitions["$defs"].items()))
 
 
@@ -89,9 +92,20 @@ class _Schema(GenerateJsonSchema):
 
 
 class _TextSchema(_Schema):
-    """The schemas of parameters and of forms: texts, and never null."""
+    """The schemas of parameters: texts, and never null."""
 
     has_null = False
+
+
+class _FormSchema(_TextSchema):
+    """The schemas of forms, in which the text null counts as absent."""
+
+    def model_schema(self, schema: core_schema.ModelSchema) -> JsonSchemaValue:
+        json_schema = super().model_schema(schema)
+        fields, required = json_schema["properties"], json_schema.get("required", ())
+        for name in fields.keys() - {*required}:
+            fields[name] = _allow_null(fields[name])
+        return json_schema
 
 
 def _allow_null(schema: JsonSchemaValue) -> JsonSchemaValue:

@@ -9,12 +9,18 @@ from typing import Annotated, Any, ClassVar, TypeVar, get_args
 from pydantic import BeforeValidator, Field, ValidationInfo, create_model
 from pydantic_core import PydanticCustomError
 
-from clowder_aimage.api.request_body import RequestBody, build_field_error
+from clowder_aimage.api.request_body import RequestBody, build_field_error, is_form
 from clowder_aimage.errors import AImageError, UsageError
 from clowder_aimage.generation.check import check, parse
 from clowder_aimage.generation.parameter import Parameter, list_parameters
 from clowder_aimage.generation.request import MAX_TEXT, map_parameter_locations
+from clowder_aimage.generation.seed import MAX_SEED, MIN_SEED, read_seed
 from clowder_aimage.http.api_error import ApiError
+
+PROMPT, SEED = (map_parameter_locations()[name].parameter for name in ("prompt", "seed"))
+# Up to 18 digits: of numbers with 19 or 20 some are too large
+_SEED_TEXT = Annotated[str, Field(pattern=r"^-?[0-9]{1,18}(\.0*)?$")]
+_SEED_INPUT: Any = Annotated[int, Field(ge=MIN_SEED, le=MAX_SEED)] | _SEED_TEXT
 
 
 class ParameterBody(RequestBody):
@@ -100,6 +106,8 @@ def _build_type(parameter: Parameter) -> Any:
 
 def _make_input_type(parameter: Parameter, limited: Any) -> Any:
     """Return the type of a field's value before it is read: numbers in a row may be one text."""
+    if parameter is SEED:
+        return _SEED_INPUT
     if parameter.type.is_scalar:
         return limited
     count = len(get_args(parameter.type.kind))
@@ -110,10 +118,11 @@ def build_reader(parameter: Parameter) -> Callable[[Any, ValidationInfo], Any]:
     """Return a validator of a parameter; the values of a form are texts."""
 
     def read(value: Any, info: ValidationInfo) -> Any:
-        is_form = bool(info.context and info.context.get("is_form"))
         # Numbers in a row are also accepted as one text
-        if isinstance(value, str) and (is_form or not parameter.type.is_scalar):
+        if isinstance(value, str) and (is_form(info) or not parameter.type.is_scalar):
             value = parse(value, parameter.type)
+        if parameter is SEED and (value := read_seed(value)) is None:
+            return None
         try:
             return check(parameter.name, value, parameter.type)
         except UsageError as error:
@@ -141,9 +150,11 @@ def convert_parameter_error(
     return ApiError(400, message, code="invalid_value", param=(names or {}).get(field, field))
 
 
-PROMPT = map_parameter_locations()["prompt"].parameter
 Prompt = Annotated[
     str,
     Field(max_length=MAX_TEXT, description=PROMPT.words.help),
     BeforeValidator(build_reader(PROMPT)),
+]
+Seed = Annotated[
+    int | None, BeforeValidator(build_reader(SEED), json_schema_input_type=_SEED_INPUT)
 ]

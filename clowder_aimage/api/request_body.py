@@ -1,14 +1,16 @@
 """Request bodies: strict JSON parsed into pydantic models; errors name the field.
 
-Requests for a generation have the name of a model. Unknown fields are ignored unless the request is
-strict.
+Requests for a generation have the name of a model. Unknown fields, also those of nested objects,
+are ignored and listed in a header of the response, or refused if the request is strict.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from codecs import BOM_UTF8
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain, islice
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 from urllib.parse import quote
 
@@ -19,9 +21,13 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
     ValidationError,
+    ValidationInfo,
     model_validator,
 )
+from pydantic.fields import FieldInfo
 
 from clowder_aimage.api.field_rule import FieldRule, needs
 from clowder_aimage.api.name_field import Name, RemoteName
@@ -30,28 +36,34 @@ from clowder_aimage.document.unicode_text import INVALID, encode_text, find_inva
 from clowder_aimage.engine.executor import run_generation
 from clowder_aimage.errors import FormatError
 from clowder_aimage.http.api_error import ApiError
-from clowder_aimage.http.local_request import LocalRequest, Request
+from clowder_aimage.http.local_request import RESPONSE_HEADERS, LocalRequest, Request
 from clowder_aimage.oci import read_json
 
 _NAMED = needs("model", "name")
+# Texts of a form for an absent field: those of an empty input, and of null in JavaScript
+ABSENT_IN_FORMS: tuple[Any, ...] = ("", "null", "undefined")
 # Values of fields
 _UNSET: tuple[Any, ...] = (None, False, "", [])
-# Limit of the names in a header
-_MAX_IGNORED = 20
-IGNORED = {"X-Aimage-Ignored": "The ignored fields."}
+# Limits of the names in a header, and of their characters
+_MAX_IGNORED, _MAX_PATH = 20, 100
+IGNORED = {"X-Aimage-Ignored": "The ignored fields, such as `cfg, messages[0].mood`."}
 # Bytes of a body that is parsed at once, in the event loop
 _SHORT = 1 << 16
 _T = TypeVar("_T")
 _BodyT = TypeVar("_BodyT", bound="RequestBody")
-_OpenT = TypeVar("_OpenT", bound="OpenBody")
 _ParametersT = TypeVar("_ParametersT", bound="Parameters")
+
+
+def is_form(info: ValidationInfo) -> bool:
+    """Return True if the fields are those of a form: texts."""
+    return bool(info.context and info.context.get("is_form"))
 
 
 class RequestBody(BaseModel):
     """The fields of a body, or of an object in it.
 
     Null counts as absent, and an integer may be written as 1.0, as in JSON Schema. Unknown fields
-    are ignored.
+    are ignored; their names are kept.
     """
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
@@ -59,19 +71,41 @@ class RequestBody(BaseModel):
     NO_EFFECT: ClassVar[frozenset[str]] = frozenset()
     # Rules in addition to those of the base classes
     RULES: ClassVar[tuple[FieldRule, ...]] = ()
+    _unknown: tuple[str, ...] = PrivateAttr(default=())
 
-    @model_validator(mode="before")
+    @model_validator(mode="wrap")
     @classmethod
-    def _read(cls, value: Any) -> Any:
-        """Return the fields without nulls and without integers that are written as floats."""
+    def _read(
+        cls, value: Any, handler: ModelWrapValidatorHandler[Self], info: ValidationInfo
+    ) -> Self:
+        """Return the fields without absent ones and without integers that are written as floats."""
         if not isinstance(value, Mapping):
-            return value
-        names = cls.model_fields if cls.model_config.get("extra") == "forbid" else value
-        return {
-            name: _convert_integers(field)
+            return handler(value)
+        known = {field.alias or name: field for name, field in cls.model_fields.items()}
+        forbids = cls.model_config.get("extra") == "forbid"
+        absent = {
+            name
             for name, field in value.items()
-            if name not in cls.NO_EFFECT and (field is not None or name not in names)
+            if name in cls.NO_EFFECT
+            or (field is None and not (forbids and name not in known))
+            or (is_form(info) and field in ABSENT_IN_FORMS and not _is_required(known.get(name)))
         }
+        fields = {
+            name: _convert_integers(field) for name, field in value.items() if name not in absent
+        }
+        body = handler(fields)
+        body._unknown = tuple(sorted(fields.keys() - known.keys()))  # noqa: SLF001
+        return body
+
+    def iter_ignored(self) -> Iterator[str]:
+        """Yield the paths of the unknown fields, such as ``messages[0].mood``."""
+        yield from self._unknown
+        for name, field in type(self).model_fields.items():
+            value, path = getattr(self, name), field.alias or name
+            if isinstance(value, RequestBody):
+                yield from (f"{path}.{nested}" for nested in value.iter_ignored())
+            elif isinstance(value, list):
+                yield from _iter_ignored_items(path, value)
 
     @classmethod
     def list_rules(cls) -> list[FieldRule]:
@@ -107,6 +141,17 @@ class RequestBody(BaseModel):
         names = type(self).model_fields.keys()
         self.check_rules(rules=[rule for rule in self.list_rules() if names & {*rule.others}])
         return self
+
+
+def _iter_ignored_items(path: str, items: Sequence[object]) -> Iterator[str]:
+    """Yield the paths of the unknown fields of objects in a list."""
+    for index, item in enumerate(items):
+        if isinstance(item, RequestBody):
+            yield from (f"{path}[{index}].{nested}" for nested in item.iter_ignored())
+
+
+def _is_required(field: FieldInfo | None) -> bool:
+    return field is not None and field.is_required()
 
 
 def _convert_integers(value: object) -> object:
@@ -181,23 +226,11 @@ def _flag(value: object) -> object:
 class OpenBody(RequestBody):
     """A body of OpenAI's API: unknown fields are ignored, or refused if it is strict."""
 
-    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
+    model_config = ConfigDict(allow_inf_nan=False)
 
     strict: Annotated[bool, BeforeValidator(_flag, json_schema_input_type=bool | Literal[0, 1])] = (
         Field(default=False, description="Refuse unknown fields.")
     )
-
-    @property
-    def ignored(self) -> tuple[str, ...]:
-        """The unknown fields."""
-        return tuple(sorted(self.model_extra or ()))
-
-    @property
-    def headers(self) -> dict[str, str]:
-        """The header of the response that names the ignored fields, if there are any."""
-        names = [name[:60].encode("utf-8", "replace") for name in self.ignored[:_MAX_IGNORED]]
-        listed = ", ".join(quote(name, safe="") for name in names)
-        return dict.fromkeys(IGNORED, listed) if listed else {}
 
 
 class GenerationBody(OpenBody):
@@ -241,18 +274,29 @@ def is_strict(request: Request) -> bool:
     return read_query(request, StrictQuery).strict in ("1", "true")
 
 
-def check_ignored(body: _OpenT, *, strict: bool) -> _OpenT:
-    """Return the body. Raises ApiError for an unknown field if ``strict`` is set, or in it."""
-    if body.ignored and (strict or body.strict):
-        name = body.ignored[0][:60]
-        message = f"unknown parameter {name!a}; it is ignored unless strict is set"
-        raise ApiError(400, message, code="unknown_parameter", param=name)
+def record_ignored(request: Request, body: RequestBody, others: Iterable[str] = ()) -> None:
+    """List the ignored fields of a body, and others, in a header of the response.
+
+    Raises ApiError (400) if the request or the body is strict.
+    """
+    strict = isinstance(body, OpenBody) and (is_strict(request) or body.strict)
+    paths = [path[:_MAX_PATH] for path in islice(chain(body.iter_ignored(), others), _MAX_IGNORED)]
+    if not paths:
+        return
+    if strict:
+        message = f"unknown parameter {paths[0]!a}; it is ignored unless strict is set"
+        raise ApiError(400, message, code="unknown_parameter", param=paths[0])
+    quoted = (quote(path.encode("utf-8", "replace"), safe="[]") for path in paths)
+    request[RESPONSE_HEADERS] = dict.fromkeys(IGNORED, ", ".join(quoted))
+
+
+async def read_body(
+    request: Request, kind: type[_BodyT], defaults: Mapping[str, object] | None = None
+) -> _BodyT:
+    """Return the body of a request, and record its ignored fields. Raises as ``read_checked``."""
+    body = await read_checked(request, lambda fields: check_fields(fields, kind, defaults))
+    record_ignored(request, body)
     return body
-
-
-async def read_body(request: Request, kind: type[_BodyT]) -> _BodyT:
-    """Parse the body of a request. Raises as ``read_checked``."""
-    return await read_checked(request, lambda fields: check_fields(fields, kind))
 
 
 async def read_checked(request: Request, check: Callable[[dict[str, Any]], _T]) -> _T:
@@ -280,6 +324,7 @@ def read_object(raw: bytes, limit: int = MAX_DOCUMENT_SIZE) -> dict[str, Any]:
     try:
         if not raw.strip():
             raise FormatError("the request body is empty; expected a JSON object")
+        raw = raw.removeprefix(BOM_UTF8)
         value = read_json(raw, "the request body", limit)
         if not isinstance(value, dict):
             raise FormatError("the request body must be a JSON object")

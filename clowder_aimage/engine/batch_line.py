@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -39,6 +40,9 @@ class BatchRequest:
 
 def read_line(line: bytes) -> BatchRequest:
     """Return the request in a line. Raises FormatError."""
+    if line.startswith((BOM_UTF16_LE, BOM_UTF16_BE)):
+        raise FormatError("the file is in UTF-16; save it in UTF-8")
+    line = line.removeprefix(BOM_UTF8)
     value = read_json(line, "the request", MAX_LINE, MAX_VALUES)
     if find_invalid_text(value, line) is not None:
         raise FormatError(f"the request {INVALID}")

@@ -15,7 +15,8 @@ _NUMBER = re.compile(r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,
 # The most digits of a number that is text
 _MAX_DIGITS = 400
 _MAX_SHOWN = 1 << 80
-_FLAGS = {"true": True, "false": False}
+_FLAGS = dict.fromkeys(("true", "1", "on", "yes"), True)
+_FLAGS |= dict.fromkeys(("false", "0", "off", "no"), False)
 _TESTS: Mapping[str, Callable[[Any, Any], bool]] = {
     "ge": operator.ge,
     "gt": operator.gt,
@@ -105,10 +106,15 @@ def parse(text: str, accepted: ValueType) -> object:
         item = ValueType.of(get_args(kind)[0])
         return tuple(parse(element.strip(), item) for element in text.split(","))
     if kind is bool:
-        return _FLAGS.get(text, text)
+        return parse_flag(text)
     if kind not in (int, float) or len(text) > _MAX_DIGITS or not _NUMBER.fullmatch(text):
         return text
     return int(text) if text.lstrip("+-").isdecimal() else float(text)
+
+
+def parse_flag(text: str) -> bool | str:
+    """Return True or False for a text that stands for it, such as True, on or 1; others as is."""
+    return _FLAGS.get(text.lower(), text)
 
 
 def describe(accepted: ValueType) -> str:

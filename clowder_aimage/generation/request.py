@@ -17,6 +17,7 @@ from clowder_aimage.dialect.aimage import AImage
 from clowder_aimage.errors import FormatError
 from clowder_aimage.generation.check import build_parameter_error, check_fields
 from clowder_aimage.generation.parameter import Parameter, Words, list_parameters
+from clowder_aimage.generation.seed import MAX_SEED
 from clowder_aimage.oci import Digest
 
 # Parameters that the config of a model may set
@@ -25,7 +26,6 @@ MODEL_DEFAULTS = ("width", "height", "steps", "guidance", "guidance_end", "cache
 ENHANCED = ("original_prompt", "enhancer")
 # Parameters that neither determine a picture nor are stated by it
 COUNTS = ("n", "previews")
-MAX_SEED = (1 << 64) - 1
 MAX_PICTURES = 1024
 MAX_LORAS = 16
 MAX_REFERENCES = 4

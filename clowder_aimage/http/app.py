@@ -30,7 +30,7 @@ from clowder_aimage.http.api_error import ADVICE, INTERFACE, OCI, OPENAI, ApiErr
 from clowder_aimage.http.body_stream import build_size_error, check_coding, check_type
 from clowder_aimage.http.caller import identify_caller, identify_owner
 from clowder_aimage.http.caller_ledger import CallerLedger
-from clowder_aimage.http.local_request import LocalRequest, Request
+from clowder_aimage.http.local_request import LocalRequest, Request, add_recorded_headers
 from clowder_aimage.http.log import list_frames, name_method
 from clowder_aimage.http.loop_watch import watch_requests
 from clowder_aimage.http.operation import BODY
@@ -383,5 +383,6 @@ async def _set_common_headers(request: web.Request, response: web.StreamResponse
         response.headers["Access-Control-Allow-Origin"] = request["origin"]
         response.headers["Access-Control-Expose-Headers"] = _EXPOSED
         response.headers["Vary"] = "Origin"
+    add_recorded_headers(request, response)
     if "id" in request:
         response.headers["X-Request-Id"] = _get_stated_id(request) or request["id"]

@@ -19,7 +19,7 @@ from clowder_aimage.http.access import check_required
 from clowder_aimage.http.api_error import ADVICE
 from clowder_aimage.http.app import account, build_url_error, check_running, convert_errors
 from clowder_aimage.http.body_stream import build_size_error
-from clowder_aimage.http.local_request import LocalRequest
+from clowder_aimage.http.local_request import LocalRequest, add_recorded_headers
 from clowder_aimage.http.log import name_method
 from clowder_aimage.http.loop_watch import WatchedCoroutine
 from clowder_aimage.http.route import Role, SharedRoute
@@ -47,9 +47,11 @@ class LocalCalls:
         handle = partial(convert_errors, request, partial(self._handle, request, route))
         work = account((self._role,), request, name, handle)
         try:
-            return await WatchedCoroutine(
+            response = await WatchedCoroutine(
                 work, f"{name_method(request.method)} {name or 'unknown'}"
             )
+            add_recorded_headers(request, response)
+            return response
         except ConnectionError:
             if request.failure is not None:
                 raise request.failure from None

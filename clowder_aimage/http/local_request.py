@@ -92,3 +92,10 @@ class LocalRequest(dict[str, Any]):
 
 
 Request = web.Request | LocalRequest
+# The entry of a request with headers of its response, whatever the status of that is
+RESPONSE_HEADERS = "response_headers"
+
+
+def add_recorded_headers(request: Request, response: web.StreamResponse) -> None:
+    """Add the headers that were recorded in a request, such as its ignored fields."""
+    response.headers.update(request.get(RESPONSE_HEADERS, {}))

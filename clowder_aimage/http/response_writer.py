@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from aiohttp import web
 
 from clowder_aimage.http.api_error import ApiError
-from clowder_aimage.http.local_request import LocalRequest, Request
+from clowder_aimage.http.local_request import LocalRequest, Request, add_recorded_headers
 
 
 class ResponseWriter:
@@ -26,6 +26,7 @@ class ResponseWriter:
             raise ApiError(400, "stream is not supported here", param="stream")
         else:
             self._request["answered"] = True
+            add_recorded_headers(self._request, self.response)
             with _record_failure(self._request):
                 await self._request.sink.begin(self.response)
         self.has_begun = True

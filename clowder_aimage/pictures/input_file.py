@@ -25,8 +25,12 @@ MAX_PICTURE_SIDE = 1 << 15
 _RATIO = 64
 # Bytes of a file without its metadata: of each pixel without compression, and of the rest
 _DEPTH, _MAX_REST = 8, 4 << 20
-BASE64 = "([A-Za-z0-9+/]{4})*([A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?"  # with padding
-# Characters, a multiple of 4
+# With or without padding and lines, in both alphabets
+BASE64 = r"[A-Za-z0-9+/_=\s-]*"
+_SPACE, _URL_SAFE = b" \t\r\n\v\f", bytes.maketrans(b"-_", b"+/")
+# Characters of three bytes
+_GROUP = 4
+# Characters that are decoded at once
 _CHUNK = 1 << 20
 # Pixels, of the sides of most models
 MULTIPLE = 16
@@ -84,17 +88,27 @@ def check_dimensions(width: int, height: int, length: int, label: str) -> None:
 
 
 def decode_base64(text: bytes) -> bytes:
-    """Return the bytes of a text in base64, with its padding. Raises ValueError.
+    """Return the bytes of a text in base64 (RFC 4648, 4 and 5). Raises ValueError.
 
-    It is decoded in chunks, so that other threads run between them.
+    White space and padding are optional. It is decoded in chunks, so that other threads run between
+    them.
     """
-    data = bytearray()
+    data, rest = bytearray(), b""
     for start in range(0, len(text), _CHUNK):
-        chunk = text[start : start + _CHUNK]
-        data += binascii.a2b_base64(chunk, strict_mode=True)
-        if chunk.endswith(b"=") and start + _CHUNK < len(text):
+        rest += text[start : start + _CHUNK].translate(_URL_SAFE, _SPACE)
+        whole = len(rest.rstrip(b"=")) // _GROUP * _GROUP
+        if b"=" in rest[:whole]:
             raise ValueError("padding before the end")
-    return bytes(data)
+        data += _decode(rest[:whole])
+        rest = rest[whole:]
+        if len(rest) > 2 * _GROUP:
+            raise ValueError("too much padding")
+    last = rest.rstrip(b"=")
+    return bytes(data + _decode(last + b"=" * (-len(last) % _GROUP)))
+
+
+def _decode(text: bytes) -> bytes:
+    return binascii.a2b_base64(text, strict_mode=True)
 
 
 def own_size(

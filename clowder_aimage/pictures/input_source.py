@@ -1,7 +1,8 @@
 """Pictures that requests begin with, from files, URLs and artifacts.
 
-A text names one: ``data:`` and ``https:`` URLs, ``oci://HOST/REPO:TAG[@DIGEST][#TITLE]``, and for
-the user of this machine a file, or ``-`` for stdin. Nothing is decoded here.
+A text is one in base64, or names one: ``data:`` and ``https:`` URLs,
+``oci://HOST/REPO:TAG[@DIGEST][#TITLE]``, and for the user of this machine a file, or ``-`` for
+stdin. Nothing is decoded here.
 """
 
 from __future__ import annotations
@@ -50,6 +51,10 @@ _RATE = 1 << 20
 _T = TypeVar("_T")
 # The schemes of all sources but files
 PATTERN = "([Dd][Aa][Tt][Aa]|[Hh][Tt][Tt][Pp][Ss]?|[Oo][Cc][Ii]):"
+# The first bytes of a PNG, JPEG or WebP file in base64
+BARE = "(iVBORw0KGgo|[/_]9j[/_]|UklGR)"
+# Shorter texts are not pictures, and may be the names of files
+_BARE = re.compile(rf"{BARE}([A-Za-z0-9+/_-]\s*){{60}}")
 _SCHEME = re.compile(r"(data|https?|oci|[a-z][a-z0-9+.-]*(?=://)):", re.IGNORECASE)
 
 
@@ -94,6 +99,8 @@ class InputSource:
             VerificationError, FormatError: An artifact differs from its digests.
             StoreError: A file cannot be read.
         """
+        if len(text) > _MAX_DATA:
+            raise TooLargeError(f"{label} is longer than a picture of {MAX_BYTES} bytes")
         match = _SCHEME.match(text)
         scheme = match[1].lower() if match else ""
         if scheme == "data":
@@ -102,9 +109,11 @@ class InputSource:
             return fetch(text, self.connect(), limit=MAX_BYTES, hosts=self.hosts)
         if scheme == "oci":
             return self._pull(text, self._read_layer)
+        if _BARE.match(text):
+            return _decode_base64(text.encode(), label)
         if self.has_files and not scheme:
             return self._read_file(text, label)
-        kinds = "a data: URL, an https: URL nor an oci:// artifact"
+        kinds = "a picture in base64, a data: URL, an https: URL nor an oci:// artifact"
         kinds = f"a file, {kinds}" if self.has_files else kinds
         raise UsageError(f"{label} is neither {kinds}: {text[:60]!r}")
 
@@ -250,8 +259,6 @@ def _is_image(picture: PictureLayer) -> bool:
 
 def _decode_data_url(text: str, label: str) -> bytes:
     """Return the bytes of a data URL (RFC 2397). Raises UsageError, TooLargeError."""
-    if len(text) > _MAX_DATA:
-        raise TooLargeError(f"{label} has {len(text)} characters; pictures may have {MAX_BYTES}")
     head, comma, body = text.partition(",")
     if not comma or len(head) > 1000:
         raise UsageError(
@@ -261,12 +268,16 @@ def _decode_data_url(text: str, label: str) -> bytes:
     if kind not in DECLARED_TYPES:
         raise UsageError(f"{label} has the type {kind[:60]!a}", hint="use a PNG, JPEG or WebP file")
     data = unquote_to_bytes(body) if "%" in body or not body.isascii() else body.encode()
-    if head.lower().endswith(";base64"):
-        try:
-            data = decode_base64(data + b"=" * (-len(data) % 4))
-        except ValueError:
-            raise UsageError(f"{label}: the data: URL is not valid base64") from None
+    if head.rstrip().lower().endswith(";base64"):
+        return _decode_base64(data, label)
     return _check_size(data, label)
+
+
+def _decode_base64(text: bytes, label: str) -> bytes:
+    try:
+        return _check_size(decode_base64(text), label)
+    except ValueError:
+        raise UsageError(f"{label}: its base64 is not valid") from None
 
 
 def _check_size(data: bytes, label: str) -> bytes:

@@ -16,13 +16,13 @@ from clowder_aimage.errors import UsageError
 from clowder_aimage.generation.keywords import PictureKeywords
 from clowder_aimage.generation.request import (
     ALPHA,
-    MAX_SEED,
     MODEL_DEFAULTS,
     GenerateRequest,
     LoraUse,
     Sampling,
     map_parameter_locations,
 )
+from clowder_aimage.generation.seed import MAX_SEED
 
 PACKAGE = Path(__file__).parents[2] / "clowder_aimage"
 FILE = f"sha256:{'1' * 64}"

@@ -16,7 +16,8 @@ import pytest
 from clowder_aimage.dialect.aimage import AImage
 from clowder_aimage.errors import ModelError, UsageError
 from clowder_aimage.generate import RunnableModel
-from clowder_aimage.generation.request import MAX_SEED, GenerateRequest
+from clowder_aimage.generation.request import GenerateRequest
+from clowder_aimage.generation.seed import MAX_SEED
 from clowder_aimage.model import backend
 from clowder_aimage.model.backend import (
     choose_dtype,

@@ -166,7 +166,7 @@ def test_malformed_lists_are_refused(worker: LocalWorker, query: str, param: str
 
 
 SECONDS = "expires_after[seconds]"
-BAD_SECONDS = ("000000003600" + "9" * 900, "9" * 1000, "3599", "2592001", "-3600", "1e4", "", "x")
+BAD_SECONDS = ("000000003600" + "9" * 900, "9" * 1000, "3599", "2592001", "-3600", "1e4", "x")
 
 
 def test_malformed_forms_are_refused(worker: LocalWorker) -> None:

@@ -14,6 +14,7 @@ from clowder_aimage import Store, load
 from clowder_aimage.errors import UsageError
 from clowder_aimage.generation.check import describe
 from clowder_aimage.generation.request import map_parameter_locations
+from clowder_aimage.generation.seed import MIN_SEED
 from tests.process import Aimage
 from tests.wait import until
 from tests.worker.conftest import LocalWorker
@@ -33,7 +34,8 @@ def wrong_values() -> Iterator[tuple[str, object]]:
             yield name, 0
             yield name, least / 2 if kind is float else least - 1
         elif "ge" in bounds:
-            yield name, -1
+            # -1 draws a seed, other negative ones of 64 bits count as unsigned
+            yield name, MIN_SEED - 1 if name == "seed" else -1
         yield name, bounds["le"] + 1
         if "multiple_of" in bounds:
             yield name, least + 1
@@ -43,7 +45,7 @@ def wrong_values() -> Iterator[tuple[str, object]]:
 WRONG = list(dict.fromkeys(wrong_values()))
 # Parameters that a client of ollama or a command line cannot state, or states otherwise
 NOT_IN_OLLAMA = {"n"}
-DEFAULTS_OF_OLLAMA = {("width", 0), ("height", 0), ("steps", 0), ("seed", -1)}
+DEFAULTS_OF_OLLAMA = {("width", 0), ("height", 0), ("steps", 0)}
 
 
 def expected(name: str, value: object) -> str:

@@ -381,7 +381,7 @@ def test_base64_is_decoded_outside_of_the_event_loop(
         ):
             status, _ = send(worker, path, {"model": "tiny", "prompt": "a dog", **fields})
             assert status == 400
-    assert len(threads) == 4 and worker._thread not in threads
+    assert len(threads) >= 4 and worker._thread not in threads
 
 
 # -- bad input

@@ -9,7 +9,6 @@ from typing_extensions import TypedDict
 
 from clowder_aimage.api.batch.stored_file import LIFETIME, FileObject, Owner
 from clowder_aimage.api.request_body import (
-    IGNORED,
     OpenBody,
     Parameters,
     RequestBody,
@@ -256,7 +255,6 @@ CREATE_BATCH = Operation(
         Answer(
             "The batch, whose requests are checked before the first is sent.",
             BatchObject,
-            headers=IGNORED,
         ),
     ),
     body=BatchBody,

@@ -28,10 +28,8 @@ from clowder_aimage.api.batch.stored_file import (
 from clowder_aimage.api.request_body import (
     build_field_error,
     check_fields,
-    check_ignored,
     check_text,
-    is_strict,
-    read_object,
+    read_body,
     read_query,
 )
 from clowder_aimage.engine.batch_line import MAX_FILE, OVER
@@ -200,15 +198,14 @@ class BatchRoutes:
     # -- batches
 
     async def _create(self, request: web.Request) -> web.StreamResponse:
-        fields = read_object(await request.read())
-        body = check_ignored(check_fields(fields, BatchBody), strict=is_strict(request))
+        body = await read_body(request, BatchBody)
         owner = identify_owner(request)
         async with self._lock(owner):
             # A refusal because of the bounds costs least
             await self._admit(owner)
             batch = await self._begin(request, body, owner)
         self._runner.has_news.set()
-        return web.json_response(batch, headers=body.headers)
+        return web.json_response(batch)
 
     async def _begin(self, request: web.Request, body: BatchBody, owner: str) -> dict[str, Any]:
         """Store a new batch. Raises ApiError."""

@@ -13,6 +13,7 @@ import base64
 import secrets
 import time
 from functools import partial
+from itertools import islice
 from typing import Annotated, Any, ClassVar, NotRequired, Self
 
 from aiohttp import web
@@ -38,10 +39,11 @@ from clowder_aimage.api.picture.source import (
     CONTROL,
     IMAGES,
     BarePictureSources,
+    iter_ignored_links,
     take_bare_pictures,
 )
 from clowder_aimage.api.picture.upload import PictureUploads, StoredPictures
-from clowder_aimage.api.request_body import check_fields
+from clowder_aimage.api.request_body import check_fields, record_ignored
 from clowder_aimage.api.service import Service
 from clowder_aimage.api.text.enhance_field import EnhanceFields, PromptEnhancer
 from clowder_aimage.dialect import AImage
@@ -51,6 +53,7 @@ from clowder_aimage.errors import AImageError, ModelError, UsageError
 from clowder_aimage.generation.encoding import PictureEncoding
 from clowder_aimage.generation.parameter import list_parameters
 from clowder_aimage.generation.request import (
+    MAX_REFERENCES,
     GenerateRequest,
     Guidance,
     LoraUse,
@@ -68,13 +71,12 @@ _ZEROS = ("width", "height", "steps")
 
 
 def _with_defaults(schema: dict[str, Any]) -> None:
-    """Add ollama's defaults to the schema of a body: 0, and a negative seed."""
+    """Add ollama's defaults to the schema of a body: 0."""
     fields = schema.get("properties", {})
     for name in _ZEROS:
         if name in fields:
             text = fields[name].pop("description", "")
             fields[name] = {"anyOf": [fields[name], {"const": 0}], "description": text}
-    fields.get("seed", {}).pop("minimum", None)
 
 
 class _Options(ParameterBody):
@@ -83,14 +85,11 @@ class _Options(ParameterBody):
     @model_validator(mode="before")
     @classmethod
     def _leave_out_defaults(cls, fields: Any) -> Any:
-        """Leave out ollama's defaults: a size or steps of 0, and a negative seed."""
+        """Leave out ollama's defaults: a size or steps of 0."""
         if not isinstance(fields, dict):
             return fields
-        numbers = {name: number for name, number in fields.items() if type(number) in (int, float)}
-        zeros = {name for name in _ZEROS if numbers.get(name) == 0}
-        seed = numbers.get("seed", 0)
-        zeros |= {"seed"} if seed < 0 and seed % 1 == 0 else set()
-        return {name: value for name, value in fields.items() if name not in zeros}
+        zeros = {name for name in _ZEROS if type(fields.get(name)) in (int, float)}
+        return {name: value for name, value in fields.items() if not (name in zeros and value == 0)}
 
 
 @with_parameters(Sampling, Guidance)
@@ -284,8 +283,10 @@ async def generate(uploads: PictureUploads, request: Request) -> web.StreamRespo
         stored = await read_named(service, fields)
         if stored is not None and classify_model(stored.aimage) in (TEXT, EMBEDDER):
             return await answer_prompt(service, request, fields, stored)
+        ignored_links = list(islice(iter_ignored_links(fields), MAX_REFERENCES))
         sources = take_bare_pictures(fields)
         body = check_fields(fields, OllamaPictureBody).with_options()
+        record_ignored(request, body, ignored_links)
         body.check_rules(sources)
         pictures = await upload.keep(sources, body.painted)
         work = OllamaGeneration(service, request, body, pictures, stored)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator
 from datetime import UTC, datetime
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from aiohttp import web
 from pydantic import BeforeValidator, Field
@@ -15,6 +15,7 @@ from clowder_aimage.api import model_list
 from clowder_aimage.api.answer_stream import Arrivals, NdjsonStream, add_warnings
 from clowder_aimage.api.request_body import StreamedBody
 from clowder_aimage.api.service import Service
+from clowder_aimage.api.text.request import StopTexts, parse_stops
 from clowder_aimage.engine.admission import NEVER
 from clowder_aimage.engine.event import Event, PullingEvent
 from clowder_aimage.engine.executor import run_generation
@@ -24,6 +25,7 @@ from clowder_aimage.http.api_error import ApiError
 from clowder_aimage.http.local_request import Request
 from clowder_aimage.http.route import ADMIN
 from clowder_aimage.layout.stored_aimage import StoredAImage
+from clowder_aimage.model.text.language_model import MAX_STOP, MAX_STOPS
 from clowder_aimage.oci import Descriptor
 
 # Seconds of silence before an empty line is sent
@@ -45,8 +47,23 @@ _Duration = Annotated[
 ]
 
 
+def _read_stop(value: object) -> object:
+    """Return a flag, or the texts in a list. Raises ValueError."""
+    if isinstance(value, bool):
+        return value
+    texts = parse_stops(value)
+    is_valid = all(isinstance(text, str) and len(text) <= MAX_STOP for text in texts)
+    if len(texts) > MAX_STOPS or not is_valid:
+        message = f"must be a boolean, or up to {MAX_STOPS} texts of up to {MAX_STOP} characters"
+        raise ValueError(message)
+    return texts
+
+
 class OllamaBody(StreamedBody):
-    """The fields of a request that loads a model. ``stop`` is an extension."""
+    """The fields of a request that loads a model. ``stop`` as a flag is an extension."""
+
+    # The texts of stop end an answer
+    HAS_STOPS: ClassVar[bool] = False
 
     keep_alive: Annotated[
         float | None, BeforeValidator(_keep_alive, json_schema_input_type=float | _Duration)
@@ -55,10 +72,28 @@ class OllamaBody(StreamedBody):
         description="How long the model stays in memory: seconds, or a duration such as `5m`; "
         "negative is unlimited.",
     )
-    stop: bool = Field(
+    stop: Annotated[
+        bool | list[str], BeforeValidator(_read_stop, json_schema_input_type=bool | StopTexts)
+    ] = Field(
         default=False,
-        description="End the work of the model after the current step, and unload it.",
+        description="`true`: end the work of the model after the current step, and unload it. "
+        "Texts: as in `options`.",
     )
+
+    @property
+    def ends_work(self) -> bool:
+        """Return True if the work of the model is to end."""
+        return self.stop is True
+
+    @property
+    def stop_texts(self) -> list[str]:
+        """Return the texts that end an answer."""
+        return self.stop if isinstance(self.stop, list) else []
+
+    def iter_ignored(self) -> Iterator[str]:
+        yield from super().iter_ignored()
+        if self.stop_texts and not self.HAS_STOPS:
+            yield "stop"
 
 
 class OllamaRequest:
@@ -86,7 +121,7 @@ class OllamaRequest:
 
     async def change(self) -> web.StreamResponse:
         """Load, unload or stop the model, as the request says. Raises AImageError."""
-        if self._body.stop:
+        if self._body.ends_work:
             self._check_admin("stop")
             was_loaded = await self.service.engine.stop(self.reference)
             if not was_loaded and not await run_generation(self._resolve):

@@ -24,7 +24,7 @@ from clowder_aimage.api.ollama.text_operation import (
 )
 from clowder_aimage.api.openai.chunk import describe_token
 from clowder_aimage.api.openai.text import explain_refusal
-from clowder_aimage.api.request_body import check_fields, read_body
+from clowder_aimage.api.request_body import check_fields, read_body, record_ignored
 from clowder_aimage.api.service import Service
 from clowder_aimage.dialect import AImage
 from clowder_aimage.engine.event import Event, LoadingEvent, StartedEvent
@@ -228,6 +228,7 @@ async def answer_prompt(
 ) -> web.StreamResponse:
     """Respond to ``POST /api/generate`` of a language model."""
     body = check_fields(fields, OllamaPromptBody)
+    record_ignored(request, body)
     return await OllamaText(service, request, body, stored).answer()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
@@ -26,18 +26,19 @@ class OllamaTextOptions(SamplingFields):
     )
     stop: Stops = Field(default_factory=list)
 
-    def request(self) -> dict[str, Any]:
-        """Return the fields of a request. A negative seed, or number of tokens, is not set."""
+    def request(self, stops: Sequence[str]) -> dict[str, Any]:
+        """Return the fields of a request, with more stop texts.
+
+        A number of tokens below 1 is not set.
+        """
         changed: dict[str, Any] = {}
         if self.repeat_penalty is not None:
             changed["repetition_penalty"] = self.repeat_penalty
-        if (self.seed or 0) < 0:
-            changed["seed"] = None
         count = self.num_predict
         return {
             "sampling": self.model_copy(update=changed).build_sampling(),
             "max_tokens": count if count is not None and count > 0 else None,
-            "stop": tuple(self.stop),
+            "stop": tuple(dict.fromkeys((*self.stop, *stops))),
         }
 
 
@@ -121,6 +122,8 @@ class OllamaMessage(RequestBody):
 class OllamaTextBody(OllamaBody):
     """The fields that requests of chat and of generate have in common."""
 
+    HAS_STOPS = True
+
     options: OllamaTextOptions = OllamaTextOptions()
     format: Annotated[
         Mapping[str, Any] | None,
@@ -147,7 +150,7 @@ class OllamaTextBody(OllamaBody):
         """Return the request of the model."""
         return TextRequest(
             **self._build_content(),
-            **self.options.request(),
+            **self.options.request(self.stop_texts),
             alternatives=self.top_logprobs if self.logprobs else None,
             schema=self.format,
             thinking=self.think,

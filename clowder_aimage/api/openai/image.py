@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from typing import Any, TypeVar
 
 from aiohttp import web
@@ -33,16 +34,16 @@ from clowder_aimage.api.picture.request import (
     VariationRequest,
     read_request,
 )
-from clowder_aimage.api.picture.source import take_pictures
+from clowder_aimage.api.picture.source import iter_ignored_links, take_pictures
 from clowder_aimage.api.picture.upload import PictureUpload, PictureUploads, StoredPictures
-from clowder_aimage.api.request_body import is_strict, read_query
+from clowder_aimage.api.request_body import read_query, record_ignored
 from clowder_aimage.api.service import Service
 from clowder_aimage.api.text.enhance_field import PromptEnhancer
 from clowder_aimage.dialect import AImage
 from clowder_aimage.engine.event import Event, ImageEvent
 from clowder_aimage.engine.executor import run_generation, run_io
 from clowder_aimage.errors import AImageError, ModelError, NotFoundError, UsageError
-from clowder_aimage.generation.request import GenerateRequest
+from clowder_aimage.generation.request import MAX_REFERENCES, GenerateRequest
 from clowder_aimage.http.api_error import ApiError
 from clowder_aimage.http.app import POLICY
 from clowder_aimage.http.local_request import Request
@@ -117,10 +118,11 @@ class ImageRoutes:
         kind: type[ImageRequest],
     ) -> web.StreamResponse:
         service, names = self._service, ("pull", "stream_format", "png_facts")
+        ignored_links = list(islice(iter_ignored_links(fields), MAX_REFERENCES))
         sources = take_pictures(fields)
         defaults = {name: getattr(service.settings, name) for name in names}
-        strict, is_form = is_strict(request), upload.body.is_form
-        body = read_request(fields, kind, strict=strict, is_form=is_form, **defaults)
+        body = read_request(fields, kind, is_form=upload.body.is_form, **defaults)
+        record_ignored(request, body, ignored_links)
         body.check_rules(sources)
         may_pull = request.get("scope") == ADMIN
         target = await picture_output.resolve_target(
@@ -140,7 +142,7 @@ class ImageRoutes:
             body.build_request(selected.aimage, pictures=pictures)
         except UsageError as error:
             raise _with_param(error, body, loras) from None
-        headers = {"X-Aimage-Seed": str(body.first_seed)} | body.headers
+        headers = {"X-Aimage-Seed": str(body.first_seed)}
         headers |= selected.build_headers(service, body)
         enhancer = PromptEnhancer.of(service, body, loras.prompt, body.first_seed, selected.pull)
         adapters = await loras.resolve_references(service)

@@ -14,7 +14,7 @@ from clowder_aimage.api.parameter_field import ParameterBody, with_parameters
 from clowder_aimage.api.picture import link as picture_link
 from clowder_aimage.api.picture.request import EditRequest, ImageRequest, Size, VariationRequest
 from clowder_aimage.api.picture.source import PictureSources
-from clowder_aimage.api.request_body import IGNORED, Parameters, StrictQuery
+from clowder_aimage.api.request_body import Parameters, StrictQuery
 from clowder_aimage.generation.request import MAX_REFERENCES, Output
 from clowder_aimage.http.operation import COMPUTES, OPENAI, Answer, Operation
 from clowder_aimage.http.route import INFER, OPEN
@@ -165,7 +165,6 @@ _PICTURES = Answer(
     headers={
         "X-Aimage-Seed": "The same seed generates the same picture.",
         **MODEL_HEADERS,
-        **IGNORED,
         "X-Aimage-Digest": "The manifest of that AImage; not with `stream`.",
         "X-Aimage-Warning": "Sentences about fields that have no effect; with `stream`, if they "
         "are known at its start.",

@@ -21,10 +21,7 @@ from clowder_aimage.api.openai.chunk import (
 from clowder_aimage.api.openai.text_operation import CHAT, COMPLETE, EMBED
 from clowder_aimage.api.request_body import (
     GenerationBody,
-    check_fields,
-    check_ignored,
-    is_strict,
-    read_checked,
+    read_body,
 )
 from clowder_aimage.api.service import Service
 from clowder_aimage.api.text.request import (
@@ -84,7 +81,7 @@ class TextRoutes:
         """Respond with embeddings of texts."""
         body = await self._read(request, EmbeddingsBody)
         selected = await self._choose(request, body, EMBEDDER, TEXT)
-        headers = body.headers | selected.build_headers(self._service, body)
+        headers = selected.build_headers(self._service, body)
         result, embedding_request = Embeddings((), 0), body.request()
         try:
             events = self._generate(selected, embedding_request, EMBEDDER, TEXT)
@@ -100,12 +97,7 @@ class TextRoutes:
         return web.json_response(text=text, headers=headers)
 
     async def _read(self, request: Request, kind: type[_BodyT]) -> _BodyT:
-        strict, defaults = is_strict(request), {"pull": self._service.settings.pull}
-
-        def check(fields: dict[str, Any]) -> _BodyT:
-            return check_ignored(check_fields(fields, kind, defaults), strict=strict)
-
-        return await read_checked(request, check)
+        return await read_body(request, kind, {"pull": self._service.settings.pull})
 
     async def _choose(self, request: Request, body: GenerationBody, *kinds: str) -> SelectedModel:
         may_pull = request.get("scope") == ADMIN
@@ -153,7 +145,7 @@ class TextRoutes:
     ) -> web.StreamResponse:
         """Respond with the texts, in one piece or as a stream."""
         answer.model = str(selected.reference)
-        headers = body.headers | selected.build_headers(self._service, body)
+        headers = selected.build_headers(self._service, body)
         if selected.stored is not None:
             answer.digest = headers["X-Aimage-Digest"] = await self._resolve_digest(selected)
         requests = body.build_requests()

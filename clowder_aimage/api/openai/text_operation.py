@@ -8,7 +8,7 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from clowder_aimage.api.model_choice import MODEL_HEADERS
-from clowder_aimage.api.request_body import IGNORED, StrictQuery
+from clowder_aimage.api.request_body import StrictQuery
 from clowder_aimage.api.text.request import ChatRequest, CompletionRequest, EmbeddingsBody
 from clowder_aimage.http.operation import COMPUTES, OPENAI, Answer, Operation
 from clowder_aimage.http.route import INFER
@@ -18,7 +18,6 @@ MAX_BODY = 4 << 20
 _Fingerprint = Annotated[str, Field(description="The first digits of the manifest's digest.")]
 HEADERS = {
     **MODEL_HEADERS,
-    **IGNORED,
     "X-Aimage-Digest": "The manifest of that AImage; with `stream`, if it was in the store.",
 }
 _FinishReason = Literal["stop", "length", "tool_calls"] | None

@@ -14,7 +14,12 @@ from aiohttp.http import HttpProcessingError
 
 from clowder_aimage.api.picture import source as picture_source
 from clowder_aimage.api.picture.source import KEYS, NAMES
-from clowder_aimage.api.request_body import build_field_error, read_local_fields, read_object
+from clowder_aimage.api.request_body import (
+    ABSENT_IN_FORMS,
+    build_field_error,
+    read_local_fields,
+    read_object,
+)
 from clowder_aimage.engine.admission import CallerSemaphore
 from clowder_aimage.engine.executor import run_io
 from clowder_aimage.http.api_error import ApiError
@@ -139,7 +144,7 @@ class PictureBody:
                 value = await self._read_value(field, name, limit)
                 if name in NAMES:
                     # No file is chosen
-                    if not value:
+                    if not value or value in ABSENT_IN_FORMS:
                         continue
                     fields.setdefault(name, []).append(value)
                 elif fields.setdefault(name, value) is not value:

@@ -24,10 +24,10 @@ from clowder_aimage.api.picture.output import OutputField
 from clowder_aimage.api.picture.source import IMAGE, IMAGES
 from clowder_aimage.api.picture.upload import StoredPictures
 from clowder_aimage.api.request_body import (
+    ABSENT_IN_FORMS,
     GenerationBody,
     build_field_error,
     check_fields,
-    check_ignored,
 )
 from clowder_aimage.api.text.enhance_field import EnhanceFields
 from clowder_aimage.dialect import AImage
@@ -140,10 +140,10 @@ class ImageRequest(EnhanceFields, PictureFields, GenerationBody):
             raise convert_parameter_error(error, dict.fromkeys(size, "size")) from None
         return self
 
-    @property
+    @cached_property
     def first_seed(self) -> int:
-        """The seed of the first picture."""
-        return int(self.stated["seed"])
+        """The seed of the first picture, drawn if the body has none."""
+        return int(self.stated.get("seed", secrets.randbits(32)))
 
     @property
     def count(self) -> int:
@@ -182,7 +182,7 @@ class ImageRequest(EnhanceFields, PictureFields, GenerationBody):
         self, aimage: AImage | None, previews: int = 0, pictures: StoredPictures | None = None
     ) -> GenerateRequest:
         """Return the request with the defaults of the AImage, or a draft. Raises UsageError."""
-        extra = {**_parse_size(self.size), "previews": previews}
+        extra = {**_parse_size(self.size), "seed": self.first_seed, "previews": previews}
         request = self.request(self.adapters.prompt, pictures, aimage, **extra)
         if aimage is not None and "steps" not in self.stated and self.quality in PRESETS:
             steps = math.ceil(request.sampling.steps * PRESETS[self.quality])
@@ -220,25 +220,21 @@ def read_request(
     fields: Mapping[str, Any],
     kind: type[ImageRequest] = ImageRequest,
     *,
-    strict: bool = False,
     is_form: bool = False,
     **defaults: object,
 ) -> ImageRequest:
     """Return the request with these fields, and the worker's ``defaults`` of others.
 
-    Raises ApiError, also for unknown fields if ``strict`` is set here or in the body.
+    Raises ApiError.
     """
     if is_form:
-        fields = {
-            **fields,
-            **{key: _parse_json(key, fields[key]) for key in _OBJECTS if key in fields},
-        }
-    defaults = {"seed": secrets.randbits(32), **defaults}
+        stated = [key for key in _OBJECTS if fields.get(key) not in (None, *ABSENT_IN_FORMS)]
+        fields = {**fields, **{key: _parse_json(key, fields[key]) for key in stated}}
     body = check_fields(fields, kind, defaults, is_form=is_form)
     is_url = not body.stream and (body.model or "").removesuffix(":latest") in LINKED
     if is_url and "response_format" not in body.model_fields_set:
-        body = body.model_copy(update={"response_format": "url"})
-    return check_ignored(body, strict=strict)
+        return body.model_copy(update={"response_format": "url"})
+    return body
 
 
 def _parse_json(name: str, text: str) -> Any:

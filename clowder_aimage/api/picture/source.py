@@ -11,7 +11,7 @@ from clowder_aimage.api.request_body import RequestBody, build_field_error
 from clowder_aimage.generation.request import ALPHA, MAX_REFERENCES
 from clowder_aimage.http.api_error import ApiError
 from clowder_aimage.pictures.input_file import BASE64, DECLARED_TYPES, TYPES, decode_base64
-from clowder_aimage.pictures.input_source import PATTERN
+from clowder_aimage.pictures.input_source import BARE, PATTERN
 
 IMAGE, IMAGES, MASK, CONTROL = "image", "images", "mask", "control"
 # Fields that are files in a form
@@ -23,9 +23,10 @@ _UNSET = (None, "")
 Sources = dict[str, list[str | bytes]]
 
 
-_Source = Annotated[str, Field(json_schema_extra={"pattern": f"^({PATTERN}|{ALPHA}$)"})]
-_Given = Annotated[str, Field(json_schema_extra={"pattern": f"^({PATTERN}|({ALPHA})?$)"})]
-_Bare = Annotated[str, Field(json_schema_extra={"pattern": f"^({PATTERN}|{ALPHA}$|({BASE64})?$)"})]
+_NAMED = rf"\s*({PATTERN}|{BARE}|{ALPHA}\s*$)"
+_Source = Annotated[str, Field(json_schema_extra={"pattern": f"^{_NAMED}"})]
+_Given = Annotated[str, Field(json_schema_extra={"pattern": f"^({_NAMED}|$)"})]
+_Bare = Annotated[str, Field(json_schema_extra={"pattern": f"^({_NAMED}|{BASE64}$)"})]
 
 
 class PictureLink(RequestBody):
@@ -46,8 +47,8 @@ class PictureSources(RequestBody):
 
     image: _Picture | _Pictures | None = Field(
         default=None,
-        description="The picture to begin with: a data: URL in base64, an https: URL, or an "
-        "artifact such as `oci://registry.example.com/pictures/cat:v1`. Only allowed hosts are "
+        description="The picture to begin with: a data: URL or its base64, an https: URL, or "
+        "an artifact such as `oci://registry.example.com/pictures/cat:v1`. Only allowed hosts are "
         "asked.",
         examples=["data:image/png;base64,iVBORw0KGgo="],
     )
@@ -97,6 +98,18 @@ class BareBase64(str):
             raise build_field_error(name, "must be in base64") from None
 
 
+def iter_ignored_links(fields: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the paths of the unknown fields of objects that name pictures."""
+    for name in NAMES:
+        value = fields.get(name)
+        links = enumerate(value) if isinstance(value, list) else [("", value)]
+        for index, link in links:
+            if isinstance(link, Mapping):
+                path = name if index == "" else f"{name}[{index}]"
+                unknown = link.keys() - PictureLink.model_fields.keys()
+                yield from (f"{path}.{key}" for key in sorted(unknown) if link[key] is not None)
+
+
 def take_pictures(fields: dict[str, Any]) -> Sources:
     """Remove the pictures from the fields of a body, and return them. Raises ApiError.
 
@@ -132,8 +145,9 @@ def _read_pictures(name: str, value: object) -> Iterator[str | bytes]:
     values: Iterable[object] = value if isinstance(value, list) else [value]
     for picture in values:
         text = picture.get("image_url") if isinstance(picture, Mapping) else picture
+        text = text.strip() if isinstance(text, str) else text
         if not isinstance(text, str | bytes) or not text:
-            message = "must be a picture: a data: or https: URL, an artifact, or a file"
+            message = "must be a picture: base64, a data: or https: URL, an artifact, or a file"
             raise build_field_error(name, message, "invalid_type")
         yield text
 

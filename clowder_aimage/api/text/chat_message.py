@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    model_validator,
+)
 from pydantic.config import JsonDict
 
 from clowder_aimage.api.request_body import RequestBody
@@ -73,6 +80,9 @@ _TEXT: JsonDict = {"content": {"type": ["string", "array"]}}
 class Message(RequestBody):
     """A message of a chat. Other fields of an answer that is sent back are ignored."""
 
+    # Of answers that are sent back
+    NO_EFFECT = frozenset({"annotations", "refusal"})
+
     model_config = ConfigDict(
         json_schema_extra={
             **_IF_TOOL,
@@ -95,6 +105,17 @@ class Message(RequestBody):
     reasoning_content: str | None = Field(
         default=None, description="The thinking that preceded an answer."
     )
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _record_parts(cls, value: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        """Return the message, with the unknown fields of the parts that are joined."""
+        message = handler(value)
+        content = value.get("content") if isinstance(value, Mapping) else None
+        for index, part in enumerate(content if isinstance(content, list) else ()):
+            unknown = sorted(part.keys() - TextPart.model_fields.keys())
+            message._unknown += tuple(f"content[{index}].{name}" for name in unknown)  # noqa: SLF001
+        return message
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -123,7 +144,6 @@ class ToolFunction(RequestBody):
     parameters: dict[str, Any] | None = Field(
         default=None, description="The JSON Schema of its arguments."
     )
-    strict: bool | None = None
 
 
 class Tool(RequestBody):
@@ -134,5 +154,5 @@ class Tool(RequestBody):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the tool for a template."""
-        function = self.function.model_dump(exclude_none=True, exclude={"strict"})
+        function = self.function.model_dump(exclude_none=True)
         return {"type": "function", "function": function}

@@ -17,6 +17,7 @@ from clowder_aimage.dialect import AImage
 from clowder_aimage.engine.event import Event, ImageEvent, PreviewEvent, PullingEvent
 from clowder_aimage.engine.executor import run_generation
 from clowder_aimage.errors import AImageError, NotFoundError
+from clowder_aimage.generation.check import parse_flag
 from clowder_aimage.generation.request import MAX_NAME, GenerateRequest
 from clowder_aimage.http.api_error import ApiError, convert_error
 from clowder_aimage.model.pipeline import Step
@@ -33,8 +34,7 @@ _FIELD = "enhance"
 
 def _check_value(value: object) -> object:
     # In a form all values are texts
-    if value in ("true", "false"):
-        return value == "true"
+    value = parse_flag(value) if isinstance(value, str) else value
     if isinstance(value, bool) or (isinstance(value, str) and 0 < len(value) <= MAX_NAME):
         return value
     raise ValueError("must be true, false, or the name of a language model")

@@ -21,6 +21,7 @@ from pydantic import (
 from pydantic.config import JsonDict
 
 from clowder_aimage.api.field_rule import FieldRule, excludes, requires
+from clowder_aimage.api.parameter_field import Seed
 from clowder_aimage.api.request_body import GenerationBody, RequestBody, build_field_error
 from clowder_aimage.api.text.chat_message import MAX_MESSAGES, MAX_TOOLS, Message, Tool
 from clowder_aimage.model.text.language_model import (
@@ -43,14 +44,15 @@ _NO_EFFECT = frozenset(
     {"user", "safety_identifier", "prompt_cache_key", "store", "metadata", "service_tier"}
 )
 _Choices = Annotated[int, Field(ge=1, le=MAX_CHOICES)]
-_Tokens = Annotated[int, Field(ge=1, le=_MAX_TOKENS)]
-_MOST_TOKENS = "The maximum number of tokens of a text."
+_MOST_TOKENS = "The maximum number of tokens of a text; -1 for as many as the context has room for."
 # A field that is refused
 _Nothing = Annotated[Any, WithJsonSchema({"type": "null"})]
 
 
-def _parse_stops(value: object) -> object:
-    return [value] if isinstance(value, str) else value
+def parse_stops(value: object) -> list[object]:
+    """Return the texts in a list. Empty ones, which clients send for none, are left out."""
+    values = value if isinstance(value, list) else [value]
+    return [text for text in values if text not in ("", None)]
 
 
 def parse_texts(value: object) -> object:
@@ -63,17 +65,27 @@ def parse_texts(value: object) -> object:
     return texts
 
 
+def _read_count(value: object) -> object:
+    # llama.cpp's clients send it for no limit
+    return None if value == -1 else value
+
+
 def _clamp_top_k(value: int) -> int:
     # -1 is vLLM's for no limit
     return max(0, value)
 
 
-_Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP)]
+_Stop = Annotated[str, Field(max_length=MAX_STOP)]
 _StopList = Annotated[list[_Stop], Field(max_length=MAX_STOPS)]
+StopTexts = _Stop | Annotated[list[_Stop | None], Field(max_length=MAX_STOPS)]
 Stops = Annotated[
     _StopList,
-    BeforeValidator(_parse_stops, json_schema_input_type=_Stop | _StopList),
+    BeforeValidator(parse_stops, json_schema_input_type=StopTexts),
     Field(description="Texts that end the answer and are not part of it."),
+]
+_Count = Annotated[int, Field(ge=1, le=_MAX_TOKENS)]
+_Tokens = Annotated[
+    _Count | None, BeforeValidator(_read_count, json_schema_input_type=_Count | Literal[-1])
 ]
 _Text = Annotated[str, Field(min_length=1)]
 
@@ -110,16 +122,13 @@ class SamplingFields(RequestBody):
     )
     presence_penalty: float | None = Field(default=None, ge=-2, le=2, allow_inf_nan=False)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2, allow_inf_nan=False)
-    seed: Annotated[int, Field(ge=-(1 << 63), le=MAX_SEED)] | None = Field(
-        default=None, description="The same seed gives the same text."
+    seed: Seed = Field(
+        default=None, description="The same seed gives the same text; -1 or none draws one."
     )
 
     def build_sampling(self) -> Sampling:
-        """Return the values of a request; a negative seed counts as the unsigned one."""
-        values: dict[str, Any] = {name: getattr(self, name) for name in SamplingFields.model_fields}
-        if self.seed is not None:
-            values["seed"] = self.seed & MAX_SEED
-        return Sampling(**values)
+        """Return the values of a request."""
+        return Sampling(**{name: getattr(self, name) for name in SamplingFields.model_fields})
 
 
 class StreamOptions(RequestBody):
@@ -135,7 +144,7 @@ class TextBody(SamplingFields, GenerationBody):
 
     NO_EFFECT = _NO_EFFECT
 
-    max_tokens: _Tokens | None = Field(default=None, description=_MOST_TOKENS)
+    max_tokens: _Tokens = Field(default=None, description=_MOST_TOKENS)
     n: _Choices = Field(
         default=1,
         description="Number of texts of each prompt, made one after another, with consecutive "
@@ -227,7 +236,7 @@ class ChatRequest(TextBody):
     RULES: ClassVar[tuple[FieldRule, ...]] = (requires("top_logprobs", "logprobs"),)
 
     messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
-    max_completion_tokens: _Tokens | None = Field(
+    max_completion_tokens: _Tokens = Field(
         default=None, description="Newer name of `max_tokens`, and used if both are set."
     )
     logprobs: bool = Field(default=False, description="Return the log probability of each token.")
@@ -310,7 +319,7 @@ class CompletionRequest(TextBody):
         list[str], Field(max_length=MAX_CHOICES), build_texts_validator(MAX_CHOICES)
     ] = Field(description="A text or several; lists of tokens are refused.")
     # OpenAI's default for completions
-    max_tokens: _Tokens | None = Field(default=16, description=_MOST_TOKENS)
+    max_tokens: _Tokens = Field(default=16, description=_MOST_TOKENS)
     echo: bool = Field(default=False, description="Begin each text with its prompt.")
     suffix: str = Field(
         default="", description="Only empty; else refused.", json_schema_extra={"maxLength": 0}

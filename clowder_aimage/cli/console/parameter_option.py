@@ -10,6 +10,7 @@ import click
 from clowder_aimage.cli.console.option import options
 from clowder_aimage.generation.check import check, parse
 from clowder_aimage.generation.parameter import Parameter, list_parameters
+from clowder_aimage.generation.seed import read_seed
 
 
 def parameter_options(
@@ -46,6 +47,8 @@ def build_reader(parameter: Parameter) -> Callable[[Any], Any]:
 
     def read(value: Any) -> Any:
         stated = parse(value, parameter.type) if isinstance(value, str) else value
+        if parameter.name == "seed" and (stated := read_seed(stated)) is None:
+            return None
         return check(parameter.name, stated, parameter.type)
 
     return read

@@ -10,7 +10,8 @@ import click
 
 from clowder_aimage.cli.console.option import options, parse_with
 from clowder_aimage.errors import UsageError
-from clowder_aimage.generation.request import MAX_PICTURES, MAX_SEED
+from clowder_aimage.generation.request import MAX_PICTURES
+from clowder_aimage.generation.seed import MAX_SEED
 
 
 def _parse_seeds(text: str) -> tuple[int, ...]:

@@ -22,6 +22,7 @@ from clowder_aimage.api.picture.request import (
     read_request,
 )
 from clowder_aimage.api.picture.source import (
+    iter_ignored_links,
     take_bare_pictures,
     take_pictures,
 )
@@ -29,9 +30,8 @@ from clowder_aimage.api.request_body import (
     GenerationBody,
     RequestBody,
     check_fields,
-    check_ignored,
-    is_strict,
     read_checked,
+    record_ignored,
 )
 from clowder_aimage.api.text.request import (
     ChatRequest,
@@ -46,6 +46,7 @@ from clowder_aimage.engine.admission import (
     CallerSemaphore,
     PlaceCounter,
 )
+from clowder_aimage.generation.seed import read_seed
 from clowder_aimage.http.local_request import Request
 from clowder_aimage.http.route import ADMIN
 
@@ -126,7 +127,7 @@ class RequestValidator:
         if path not in WITH_PICTURES:
             if path in _TEXTS:
                 return await read_checked(request, partial(_parse_openai, request))
-            parsed = await read_checked(request, partial(_parse_ollama, path))
+            parsed = await read_checked(request, partial(_parse_ollama, request))
             return _with_pull(request, parsed)
         body = PictureBody(request, self._bodies)
         try:
@@ -136,17 +137,18 @@ class RequestValidator:
         finally:
             self._bodies.leave(body)
         if path == GENERATE:
-            return _with_pull(request, self._parse_prompt(fields))
+            return _with_pull(request, self._parse_prompt(request, fields))
         return _parse_picture(request, fields, is_form=body.is_form)
 
-    def _parse_prompt(self, fields: dict[str, Any]) -> ParsedRequest:
+    def _parse_prompt(self, request: Request, fields: dict[str, Any]) -> ParsedRequest:
         name = fields.get("model") or fields.get("name")
         if self._kind_of(name if isinstance(name, str) else None) in (TEXT, EMBEDDER):
-            return _parse_ollama(GENERATE, fields)
+            return _parse_ollama(request, fields)
         pictures = take_bare_pictures(dict(fields))
         parameters = {key: value for key, value in fields.items() if key not in pictures}
         body = check_fields(parameters, OllamaPictureBody).with_options()
-        unloads = body.stop or body.keep_alive == 0
+        record_ignored(request, body, iter_ignored_links(fields))
+        unloads = body.ends_work or body.keep_alive == 0
         if not (body.prompt or body.enhance):
             return ParsedRequest(
                 body.reference, fields, (PICTURES,), is_change=True, unloads=unloads
@@ -156,7 +158,8 @@ class RequestValidator:
 
 
 def _parse_openai(request: Request, fields: dict[str, Any]) -> ParsedRequest:
-    body = check_ignored(check_fields(fields, _TEXTS[request.path]), strict=is_strict(request))
+    body = check_fields(fields, _TEXTS[request.path])
+    record_ignored(request, body)
     pull = body.pull if request.get("scope") == ADMIN else NEVER
     if not isinstance(body, TextBody):
         return ParsedRequest(body.model, fields, (EMBEDDER, TEXT), pull)
@@ -169,7 +172,8 @@ def _parse_picture(request: Request, fields: dict[str, Any], *, is_form: bool) -
     kind = _PICTURES[request.path]
     parameters = dict(fields)
     pictures = take_pictures(parameters)
-    body = read_request(parameters, kind, strict=is_strict(request), is_form=is_form)
+    body = read_request(parameters, kind, is_form=is_form)
+    record_ignored(request, body, iter_ignored_links(fields))
     body.check_rules(pictures)
     pull = body.pull if request.get("scope") == ADMIN else NEVER
     seed = {"seed": str(body.first_seed) if is_form else body.first_seed}
@@ -184,10 +188,12 @@ def _with_pull(request: Request, parsed: ParsedRequest) -> ParsedRequest:
     return replace(parsed, pull=IF_MISSING) if request.get("scope") == ADMIN else parsed
 
 
-def _parse_ollama(path: str, fields: dict[str, Any]) -> ParsedRequest:
+def _parse_ollama(request: Request, fields: dict[str, Any]) -> ParsedRequest:
+    path = request.path
     kind: type[Any] = OllamaPromptBody if path == GENERATE else _OLLAMA[path]
     body = check_fields(fields, kind)
-    unloads = body.stop or body.keep_alive == 0
+    record_ignored(request, body)
+    unloads = body.ends_work or body.keep_alive == 0
     if path in EMBEDDINGS:
         is_load = not body.texts
         return ParsedRequest(body.reference, fields, (EMBEDDER, TEXT), is_change=is_load)
@@ -201,4 +207,4 @@ def _parse_ollama(path: str, fields: dict[str, Any]) -> ParsedRequest:
 
 def _draw_seed(fields: Mapping[str, Any]) -> dict[str, int]:
     """Return a seed for a text that has none."""
-    return {} if fields.get("seed") is not None else {"seed": secrets.randbits(31)}
+    return {"seed": secrets.randbits(31)} if read_seed(fields.get("seed")) is None else {}
