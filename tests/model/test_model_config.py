@@ -172,7 +172,7 @@ def test_every_component_refuses_unsupported_quantizations(key: str) -> None:
         ({"num_hidden_layers": MAX_LAYERS + 1}, "num_hidden_layers"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
         ({"head_dim": 7}, "even"),
-        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "default, linear and yarn"),
+        ({"rope_scaling": {"rope_type": "spiral", "factor": 2.0}}, "only default, linear, yarn"),
         ({"rope_scaling": {"rope_type": "linear"}}, "missing field factor"),
         ({"rope_scaling": "yes"}, "must be an object"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),

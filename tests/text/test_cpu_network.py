@@ -9,6 +9,7 @@ from mlx.nn.layers.positional_encoding import RoPE
 from clowder_aimage.model.backend import Linear, Network, RMSNorm, mx
 from clowder_aimage.model.mlxlm.cpu_network import accelerate, attend, project
 from clowder_aimage.model.mlxlm.library import import_library_module
+from clowder_aimage.model.mlxlm.rotary import ScaledRope
 
 
 def random(*shape: int) -> mx.array:
@@ -66,9 +67,11 @@ def test_norms_and_small_products_are_those_of_mlx() -> None:
 
 @pytest.mark.parametrize("offset, length", [(0, 5), (300, 1)])
 def test_rotary_positions_are_those_of_mlx(offset: int, length: int) -> None:
-    scaled = {"factor": 8.0, "original_max_position_embeddings": 64}
-    llama = import_library_module("models.rope_utils").Llama3RoPE(16, scaling_config=scaled)
-    for layer in (RoPE(16), RoPE(16, base=1e6, scale=0.5), llama):
+    config = {"factor": 8.0, "original_max_position_embeddings": 64}
+    llama = import_library_module("models.rope_utils").Llama3RoPE(16, scaling_config=config)
+    frequencies = np.geomspace(1, 1e-3, 8, dtype=np.float32)
+    scaled = ScaledRope(frequencies, 1.25, traditional=False)
+    for layer in (RoPE(16), RoPE(16, base=1e6, scale=0.5), llama, scaled):
         same(layer, random(1, 2, length, 24), offset=offset)  # 8 channels stay
 
 

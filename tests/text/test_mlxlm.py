@@ -210,14 +210,13 @@ def test_embeddings_of_a_model_without_pooling_are_refused(model: Any) -> None:
 @pytest.mark.parametrize(
     "config, text",
     [
-        ({"model_type": "unheard_of"}, "no model of the type 'unheard_of'"),
-        ({"model_type": "cache"}, "no model of the type 'cache'"),  # a module, but not a model
+        ({"model_type": "unheard_of"}, "no network of the type 'unheard_of'"),
+        ({"model_type": "cache"}, "no network of the type 'cache'"),  # a module, but not a model
         ({"model_type": "../x"}, r"model_type is '\.\./x'"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers must be at most"),
         ({"num_hidden_layers": 3}, "do not fit config"),
         ({"num_hidden_layers": "2"}, "does not fit qwen3"),
         ({"hidden_size": 128}, "do not fit config"),
-        ({"rope_theta": None}, "does not fit qwen3"),
     ],
 )
 def test_configurations_that_do_not_fit(tmp_path: Path, config: Any, text: str) -> None:

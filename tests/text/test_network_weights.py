@@ -31,7 +31,7 @@ def weights(root: Path, kind: str, quantization: str | None) -> ModelWeights:
 
 
 def logits(source: ModelWeights, *, keep_quantized: bool) -> tuple[mx.array, Any]:
-    network = make_network(source.config)
+    network = make_network(source.config).network
     load_network(source, network, mx.float32, keep_quantized=keep_quantized)
     return network(mx.array([[5, 6, 7, 8]])), network
 

@@ -10,8 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from clowder_aimage.model.flow.rope_config import RopeConfig
+from clowder_aimage.model.rope_config import ALL, RopeConfig, list_rope_settings
 from clowder_aimage.tensor.config_fields import MAX_LAYERS, MAX_SIZE, ConfigFields
+
+# Of a configuration without one (transformers, Qwen3Config and Qwen2Config)
+_LENGTH = 32768
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +85,19 @@ class TextEncoderConfig:
             output_bias=attention_bias,
             qk_norm=qwen3,
             windows=_parse_windows(fields, layers),
-            rope=RopeConfig.parse(fields, head_dim),
+            rope=_parse_rope(fields, head_dim),
         )
+
+
+def _parse_rope(fields: ConfigFields, dim: int) -> RopeConfig:
+    settings = list_rope_settings(fields.values)
+    if settings.keys() != {ALL}:
+        raise fields.refuse("rope_parameters", "differences between layers are not supported")
+    rope = ConfigFields(fields.name, settings[ALL])
+    rope.check_value("partial_rotary_factor", 1.0)
+    return RopeConfig.parse(
+        fields.name, rope.values, dim, fields.get_integer("max_position_embeddings", _LENGTH)
+    )
 
 
 def _parse_windows(fields: ConfigFields, layers: int) -> tuple[int | None, ...]:

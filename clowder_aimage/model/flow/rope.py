@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from clowder_aimage.model.backend import mx
 from clowder_aimage.model.compute.array_block import Array, Floats, run_in_blocks, view_memory
-from clowder_aimage.model.flow.rope_config import RopeConfig
+from clowder_aimage.model.rope_config import RopeConfig
 
 # Cosines and sines
 Table = tuple[mx.array, mx.array]

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from clowder_aimage.model.flow.config import AutoencoderConfig
-from clowder_aimage.model.flow.rope_config import MIN_THETA
 from clowder_aimage.model.flow.time_embedding import FREQUENCIES
+from clowder_aimage.model.rope_config import MIN_THETA
 from clowder_aimage.tensor.config_fields import MAX_LAYERS, MAX_SIZE, ConfigFields
 
 # Cells of the autoencoder on each side of a latent

@@ -17,7 +17,7 @@ from PIL import Image
 from clowder_aimage.errors import UsageError
 from clowder_aimage.generation.request import REFERENCE_PIXELS
 from clowder_aimage.model.flow.array_library import ArrayLibrary, Floats
-from clowder_aimage.model.flow.rope_config import place_pixels
+from clowder_aimage.model.flow.pixel_position import place_pixels
 from clowder_aimage.model.flux2.config import AXES
 
 _LEAST = 64  # pixels

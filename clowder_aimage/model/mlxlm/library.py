@@ -11,15 +11,25 @@ import ast
 import functools
 import importlib
 import importlib.util
+import inspect
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from clowder_aimage.errors import ModelError, UsageError
+from clowder_aimage.formats.transformers import build_facts
 from clowder_aimage.model import backend  # MLX, with a fast BLAS
+from clowder_aimage.model.mlxlm.network_config import (
+    find_kind,
+    find_window,
+    get_text_config,
+    translate_config,
+)
+from clowder_aimage.model.mlxlm.network_rope import NetworkRope
 
 _PACKAGE = "mlx_lm"
 _TABLES = ("MODEL_REMAPPING", "MODEL_ARCHITECTURE_REMAPPING")
@@ -48,8 +58,21 @@ def import_library_module(name: str) -> ModuleType:
     return importlib.import_module(f"{_PACKAGE}.{name}")
 
 
-def make_network(config: Mapping[str, Any]) -> Any:
-    """Return the network of ``config.json`` with its parameters not computed.
+@dataclass(frozen=True, slots=True)
+class BuiltNetwork:
+    """A network whose parameters are not computed yet.
+
+    limit: the most tokens of a text that it computes as its configuration says, or None.
+    warnings: what its users should know.
+    """
+
+    network: Any
+    limit: int | None
+    warnings: tuple[str, ...]
+
+
+def make_network(config: Mapping[str, Any], context: int | None = None) -> BuiltNetwork:
+    """Return the network of ``config.json``, for texts of the requested ``context``.
 
     The model's own code is never run.
 
@@ -58,17 +81,45 @@ def make_network(config: Mapping[str, Any]) -> Any:
     """
     _check_counts(config)
     kind = _resolve_model_type(config)
+    network, arguments = _import_network(kind)
+    parameters = inspect.signature(arguments).parameters
+    translated = translate_config(config, parameters)
+    missing = [
+        name
+        for name, parameter in parameters.items()
+        if parameter.default is parameter.empty and name not in translated
+    ]
+    if missing:
+        raise ModelError(
+            f"config.json lacks {', '.join(missing)[:300]}, which the network of {kind} needs"
+        )
     try:
-        module = import_library_module(f"models.{kind}")
-        network, arguments = module.Model, module.ModelArgs
-    except (ImportError, AttributeError):
-        raise ModelError(f"mlx-lm has no model of the type {kind!r:.80}") from None
-    try:
-        return network(arguments.from_dict(dict(config)))
+        built = network(arguments.from_dict(translated))
     # The networks do not check their arguments, which may have any type
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         raise ModelError(f"config.json does not fit {kind}: {reason[:300]}") from None
+    limits = [NetworkRope(translated, context).apply(built), find_window(translated)]
+    limit = min((limit for limit in limits if limit is not None), default=None)
+    return BuiltNetwork(built, limit, tuple(_list_warnings(translated, limit)))
+
+
+def _list_warnings(config: Mapping[str, Any], limit: int | None) -> Iterator[str]:
+    if find_kind(config) is None:
+        name = get_text_config(config).get("model_type")
+        yield f"the network {name} is not tested: its texts may differ from those of transformers"
+    if limit is not None and limit < (build_facts(config).get("context") or 0):
+        yield f"the context is limited to {limit} tokens: mlx-lm computes longer texts otherwise"
+
+
+def _import_network(kind: str) -> tuple[Any, Any]:
+    """Return the classes of a network and of its arguments. Raises ModelError."""
+    try:
+        module = import_library_module(f"models.{kind}")
+        return module.Model, module.ModelArgs
+    # A module ends the process if it misses a package
+    except (ImportError, AttributeError, SystemExit):
+        raise ModelError(f"mlx-lm has no network of the type {kind!r:.80}") from None
 
 
 def _resolve_model_type(config: Mapping[str, Any]) -> str:

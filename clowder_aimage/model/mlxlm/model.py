@@ -203,12 +203,14 @@ def load(
     backend, defaults = tokenizer.build_backend(config), _parse_defaults(generation)
     sources, special = tokenizer.read_templates(config), tokenizer.list_special_tokens(config)
     template = ChatTemplate(sources, special) if sources else None
-    network = library.make_network(weights.config)
+    built = library.make_network(weights.config, context)
+    network = built.network
     limit = int(_RESERVE * (memory or get_default_memory()))
     chosen, is_quantized = choose_form(weights, dtype, limit)
     load_network(weights, network, chosen, keep_quantized=is_quantized)
     cache_memory = limit - count_parameter_bytes(network)
     native = build_facts(weights.config).get("context", _DEFAULT_CONTEXT)
+    native = min(native, built.limit or native)
     plan = CachePlan.of(cache_memory, _measure_token_size(network), native, context, parallel)
     ends = _ends(generation, weights.config, backend, special)
     model = MlxModel(network, backend, template, ends, defaults, plan, format_dtype(chosen))

@@ -7,6 +7,7 @@ networks stack or split tensors. So all arrays are read first, quantized ones as
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 from clowder_aimage.errors import FormatError, ModelError
@@ -17,8 +18,8 @@ from clowder_aimage.model.weights import ModelWeights
 from clowder_aimage.tensor import Quantization
 
 _WEIGHT = ".weight"
-# Before the names of a model without a head, such as Qwen3Model
-_INNER = "model."
+# Before the names of a model without a head, such as Qwen3Model, which begin so
+_INNER, _HEADLESS = "model.", ("layers.", "embed_tokens.")
 Arrays = dict[str, mx.array]
 
 
@@ -32,9 +33,10 @@ def load_network(
         FormatError: A blob does not match its layer.
     """
     arrays, quantized = _read(weights, dtype, keep_quantized=keep_quantized)
-    if not any(name.startswith(_INNER) for name in arrays) and hasattr(network, "model"):
+    if any(name.startswith(_HEADLESS) for name in arrays) and hasattr(network, "model"):
         arrays = {_INNER + name: value for name, value in arrays.items()}
         quantized = {_INNER + name: value for name, value in quantized.items()}
+    arrays = _LAYOUTS.get(str(weights.config.get("model_type")), dict)(arrays)
     try:
         sanitize = getattr(network, "sanitize", None)
         sanitized: Arrays = arrays if sanitize is None else sanitize(arrays)
@@ -49,6 +51,34 @@ def load_network(
     mx.eval(network.parameters())
     network.eval()
     accelerate(network)
+
+
+def _name_gpt2(arrays: Arrays) -> Arrays:
+    """Return arrays without the prefix of transformers' class, as mlx-lm expects them."""
+    return {name.removeprefix("transformer."): value for name, value in arrays.items()}
+
+
+def _split_experts(arrays: Arrays) -> Arrays:
+    """Return the float experts of GPT-OSS as layers: transposed, gate and up apart."""
+    result: Arrays = {}
+    for name, value in arrays.items():
+        stem, _, word = name.rpartition(".experts.")
+        path, kind = f"{stem}.experts.", "bias" if word.endswith("_bias") else "weight"
+        turned = value.swapaxes(1, 2) if value.ndim == 3 and word in _EXPERTS else value
+        if word in ("gate_up_proj", "gate_up_proj_bias"):
+            result[f"{path}gate_proj.{kind}"] = mx.contiguous(turned[:, ::2])
+            result[f"{path}up_proj.{kind}"] = mx.contiguous(turned[:, 1::2])
+        elif word in ("down_proj", "down_proj_bias"):
+            result[f"{path}down_proj.{kind}"] = mx.contiguous(turned)
+        else:
+            result[name] = value
+    # The experts of MXFP4 files are named by mlx-lm, with their biases
+    return result if any(name.endswith(f".experts.{_EXPERTS[0]}") for name in arrays) else arrays
+
+
+# What transformers' files have otherwise than mlx-lm expects, by the model type
+_EXPERTS = ("gate_up_proj", "down_proj")
+_LAYOUTS: dict[str, Callable[[Arrays], Arrays]] = {"gpt2": _name_gpt2, "gpt_oss": _split_experts}
 
 
 def choose_form(weights: ModelWeights, dtype: str | None, limit: int) -> tuple[mx.Dtype, bool]:

@@ -1,7 +1,7 @@
 """Rotary positions on a CPU. MLX computes the angles again for each layer and each token.
 
 On a CPU ``mx.fast.rope`` is some twenty operations. With known angles it is four, and all layers of
-a step share them. Source of the values: MLX, ``mlx.nn.RoPE``, and mlx-lm, ``Llama3RoPE``.
+a step share them.
 """
 
 from __future__ import annotations
@@ -13,19 +13,17 @@ import numpy.typing as npt
 
 from clowder_aimage.model.backend import mx
 from clowder_aimage.model.compute.array_block import is_slow
-
-# That rotate and do nothing else
-_KINDS = ("RoPE", "Llama3RoPE")
+from clowder_aimage.model.mlxlm.rotary import Rotary
 
 
 class RotaryAngles:
     """The cosines and sines of a range of positions; the last range is kept.
 
-    frequencies: (channels / 2,) in radians per position.
+    frequencies: (channels / 2,) in radians per position. scale: of what is rotated.
     """
 
-    def __init__(self, frequencies: npt.NDArray[np.float32]) -> None:
-        self._frequencies = frequencies
+    def __init__(self, frequencies: npt.NDArray[np.float32], scale: float = 1.0) -> None:
+        self._frequencies, self._scale = frequencies, np.float32(scale)
         self._span = (-1, -1)
         self._angles = (mx.array(0.0), mx.array(0.0))
 
@@ -47,29 +45,22 @@ class RotaryAngles:
     def _compute(self, offset: int, length: int) -> tuple[mx.array, mx.array]:
         positions = np.arange(offset, offset + length, dtype=np.float32)[:, None]
         angles = positions * self._frequencies
-        cosines, sines = np.cos(angles), np.sin(angles)
+        cosines, sines = np.cos(angles) * self._scale, np.sin(angles) * self._scale
         cosines, sines = np.concatenate((cosines, cosines), -1), np.concatenate((-sines, sines), -1)
         return mx.array(cosines), mx.array(sines)
 
 
 def share_angles(network: Any) -> None:
     """Replace the rotary positions of a network; those with equal frequencies share angles."""
-    shared: dict[bytes, RotaryAngles] = {}
+    shared: dict[tuple[bytes, float], RotaryAngles] = {}
     for module in network.modules():
-        if type(module).__name__ not in _KINDS or module.traditional:
+        rotary = Rotary.read(module)
+        if rotary is None or rotary.traditional:
             continue
-        frequencies = _compute_frequencies(module)
-        angles = shared.setdefault(frequencies.tobytes(), RotaryAngles(frequencies))
+        key = rotary.frequencies.tobytes(), rotary.scale
+        angles = shared.setdefault(key, RotaryAngles(rotary.frequencies, rotary.scale))
         # Only the class changes, so that parameters keep their names for loading
         module.__class__ = _create_subclass(type(module), angles)
-
-
-def _compute_frequencies(module: Any) -> npt.NDArray[np.float32]:
-    if "_freqs" in module:
-        inverse = 1 / np.array(module["_freqs"], dtype=np.float64)
-    else:
-        inverse = module.scale / module.base ** (np.arange(0, module.dims, 2) / module.dims)
-    return np.asarray(inverse, dtype=np.float32)
 
 
 def _create_subclass(usual: Any, angles: RotaryAngles) -> type:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from clowder_aimage.model.flow.config import AutoencoderConfig
-from clowder_aimage.model.flow.rope_config import MIN_THETA
+from clowder_aimage.model.rope_config import MIN_THETA
 from clowder_aimage.tensor.config_fields import MAX_LAYERS, ConfigFields
 
 _MAX_SCALE = 1e6

@@ -26,8 +26,8 @@ from clowder_aimage.model.compute.operation import (
     swiglu_in_place,
 )
 from clowder_aimage.model.flow.conditioning import Caption
+from clowder_aimage.model.flow.pixel_position import place_pixels
 from clowder_aimage.model.flow.rope import Table, build_axes_table, rotate_pairs
-from clowder_aimage.model.flow.rope_config import place_pixels
 from clowder_aimage.model.flow.step_cache import StepCache
 from clowder_aimage.model.flow.time_embedding import FREQUENCIES, embed_time
 from clowder_aimage.model.zimage.config import PATCH, TransformerConfig, pad_length
