@@ -307,8 +307,11 @@ class FleetLink:
 
         Raises ApiError (503) if there are too few before the reserve of a stream that it needs.
         """
-        for name in sorted(self._space.keys() - {self.names.files, self.names.dead}):
-            self._check_space(name, size if name == self.names.bodies else 1)
+        bodies = self.names.bodies
+        for name in sorted(self._space.keys() - {bodies, self.names.files, self.names.dead}):
+            self._check_space(name, 1)
+        if size and bodies in self._space:
+            self._check_space(bodies, size)
         self._add_space(-size)
         try:
             yield

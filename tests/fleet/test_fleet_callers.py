@@ -177,3 +177,44 @@ def test_jobs_that_go_on_without_their_client_are_bounded(
             go_on.set()
 
     play(scene)
+
+
+def test_one_token_cannot_fill_a_small_stream_of_bodies(play: Play) -> None:
+    async def scene(fleet: FleetRun) -> None:
+        role, begun, go_on = held_role()
+        large = {"unknown": "x" * 900_000}
+        # The stream of bodies has 2 MiB, of which a token may have 1.35.
+        await fleet.make(max_bytes=8 << 20)
+        async with AsyncExitStack() as stack:
+            url = await stack.enter_async_context(fleet.gateway(tokens=TOKENS))
+            await stack.enter_async_context(fleet.worker("w1", role))
+            fleet.session.headers.update(authorize(MINE))
+            await fleet.know(url, 1)
+            link = fleet.operator()
+            await stack.enter_async_context(link.open())
+            await link.wait_until_ready(30)
+
+            async def count() -> int:
+                return (await link.streams.stream_info(link.names.bodies)).state.bytes
+
+            mine = asyncio.create_task(fleet.ask(url, "mine", **large))
+            await begun.wait()
+            status, value = await fleet.ask(url, "more", **large)
+            code = "too_many_bytes_in_requests_in_progress"
+            assert (status, value["error"]["code"]) == (429, code)
+            headers = authorize(THEIRS)
+            theirs = [
+                asyncio.create_task(fleet.ask(url, "a", headers=headers)),
+                asyncio.create_task(
+                    fleet.ask(url, "large", headers=headers, unknown="x" * 500_000)
+                ),
+            ]
+            go_on.set()
+            assert [status for status, _ in await asyncio.gather(mine, *theirs)] == [200] * 3
+
+            async def is_empty() -> bool:
+                return not await count()
+
+            await until_async(is_empty)
+
+    play(scene)

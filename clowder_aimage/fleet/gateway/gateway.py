@@ -265,7 +265,7 @@ class JobGateway:
                 is_old = chain is not None
                 if chain is not None and chain.begin is not None:
                     return _AdmittedJob(queued, is_kept, is_old)
-            await self._jobs.put(queued)
+            await self._put(queued)
         except FullStoreError:
             raise build_unavailable_error(
                 "the queue of the fleet is full; try again later"
@@ -273,6 +273,13 @@ class JobGateway:
         except (NetworkError, *LOST):
             raise build_unavailable_error("NATS does not answer; try again later") from None
         return _AdmittedJob(queued, is_kept, is_old)
+
+    async def _put(self, queued: QueuedJob) -> None:
+        try:
+            await self._jobs.put(queued)
+        except BaseException:
+            await self._jobs.discard_body(queued)
+            raise
 
     async def _wait_until_admitted(
         self, admission: Coroutine[Any, Any, _AdmittedJob]

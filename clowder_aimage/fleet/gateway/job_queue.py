@@ -6,19 +6,20 @@ import contextlib
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from nats.js.api import AckPolicy, ConsumerConfig
+from nats.js.api import AckPolicy, ConsumerConfig, StreamConfig
 from nats.js.errors import Error as JetStreamError
 from nats.js.errors import NotFoundError
 
+from clowder_aimage.engine.admission import compute_share
 from clowder_aimage.errors import NetworkError
 from clowder_aimage.fleet.frame import CHUNK
 from clowder_aimage.fleet.job.envelope import BODY, INLINE, JOB, TICKET, StoredBody
 from clowder_aimage.fleet.job.job import FleetJob
 from clowder_aimage.fleet.job.mark import MarkChain
 from clowder_aimage.fleet.job.run import ACK_WAIT
-from clowder_aimage.fleet.link import LOST, MESSAGE_ID, FleetLink, FullStoreError
+from clowder_aimage.fleet.link import LOST, MESSAGE_ID, RESERVE, FleetLink, FullStoreError
 from clowder_aimage.fleet.ticket import JobTicket
 from clowder_aimage.http.api_error import ApiError
 from clowder_aimage.http.caller import compute_name
@@ -73,8 +74,8 @@ class JobQueue:
         subject = names.build_job_subject(job.priority, queued.digest, job.caller)
         payload, headers = job.encode(), {JOB: job.id, TICKET: queued.ticket.encode()}
         if len(payload) > INLINE:
-            queued.body = queued.body or await self._upload(payload, job.caller)
-            headers[BODY], payload = queued.body.encode(), b""
+            body = queued.body or await self._upload(payload, queued)
+            headers[BODY], payload = body.encode(), b""
         number = queued.publications
         headers[MESSAGE_ID] = f"{job.id} {number}" if number else job.id
         signed = self._link.sign(subject, payload, headers)
@@ -84,23 +85,31 @@ class JobQueue:
     async def _publish(self, subject: str, data: bytes = b"") -> None:
         await self._link.publish(subject, data, self._link.sign(subject, data))
 
-    async def _upload(self, payload: bytes, caller: str) -> StoredBody:
+    async def _upload(self, payload: bytes, queued: QueuedJob) -> StoredBody:
         """Store the chunks of an encoded job under a new id, which begins with its caller's name.
 
         Raises ApiError (429): the caller has too many bytes in the stream.
         """
-        name, names = compute_name(caller), self._link.names
+        name, names = compute_name(queued.job.caller), self._link.names
         subjects = names.build_body_subject("*", "*")
         stream = await self._link.streams.stream_info(names.bodies, subjects_filter=subjects)
         uploads = (subject.split(".")[-2] for subject in stream.state.subjects or ())
         chunks = sum(upload.startswith(name) for upload in uploads)
-        self._bound.check(chunks * CHUNK + len(payload))
-        body = StoredBody.of(payload, name + secrets.token_hex(8))
+        self._find_bound(stream.config).check(chunks * CHUNK + len(payload))
+        queued.body = body = StoredBody.of(payload, name + secrets.token_hex(8))
         for number, start in enumerate(range(0, len(payload), CHUNK)):
             subject = names.build_body_subject(body.upload, number)
             headers = {MESSAGE_ID: f"{body.upload} {number}"}
             await self._link.store(subject, payload[start : start + CHUNK], headers)
         return body
+
+    def _find_bound(self, stream: StreamConfig) -> Bound:
+        """Return the bound of a caller's bodies: others have a part of a small stream too."""
+        size = stream.max_bytes or 0
+        if size <= 0:
+            return self._bound
+        share = compute_share(size - size // RESERVE)
+        return replace(self._bound, limit=min(self._bound.limit, share))
 
     async def _make_consumer(self, queued: QueuedJob, max_age: float) -> None:
         """Make the consumer of a queue, of which workers ask for jobs, unless it is there."""
@@ -154,10 +163,17 @@ class JobQueue:
 
     async def discard(self, queued: QueuedJob, *, is_kept: bool) -> None:
         """Remove the body of a job that is over, and its response unless it ``is_kept``."""
-        names, purge = self._link.names, self._link.streams.purge_stream
+        await self.discard_body(queued)
+        names = self._link.names
         with contextlib.suppress(*LOST, JetStreamError):
-            if queued.body is not None:
-                subject = names.build_body_subject(queued.body.upload, "*")
-                await purge(names.bodies, subject=subject)
             if not is_kept:
-                await purge(names.logs, subject=names.build_log_subject("*", queued.job.id))
+                subject = names.build_log_subject("*", queued.job.id)
+                await self._link.streams.purge_stream(names.logs, subject=subject)
+
+    async def discard_body(self, queued: QueuedJob) -> None:
+        """Remove the body of a job that is over, or was not admitted."""
+        names, body = self._link.names, queued.body
+        with contextlib.suppress(*LOST, JetStreamError):
+            if body is not None:
+                subject = names.build_body_subject(body.upload, "*")
+                await self._link.streams.purge_stream(names.bodies, subject=subject)
