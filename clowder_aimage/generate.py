@@ -120,6 +120,11 @@ class RunnableModel:
                         finished.append(event.pixels)
             yield Image(picture.finish(finished), seed, number)
 
+    def list_warnings(self, request: GenerateRequest) -> list[str]:
+        """Return sentences about what has no effect in a request. Raises as ``generate``."""
+        with _computing():
+            return self.pipeline.list_warnings(request)
+
     def prepare(self, request: GenerateRequest) -> None:
         """Encode the texts of the next request. Raises as ``generate`` does."""
         with self._use_adapters(request):
@@ -219,8 +224,9 @@ def describe_picture(
 ) -> dict[str, Any]:
     """Return the parameters to render a request's pictures again, without their own seeds.
 
-    Raises as ``ControlSource.name``.
+    Also warnings about the request, if any. Raises as ``ControlSource.name``, ``generate``.
     """
+    warnings = model.list_warnings(request)
     if model.controls and request.control.network is not None:
         request = request.change(controlnet=model.controls.name(request.control.network))
     return {
@@ -229,4 +235,5 @@ def describe_picture(
         **_collect_stated_values(request),
         "dtype": model.dtype,
         "backend": model.backend,
+        **({"warnings": warnings} if warnings else {}),
     }

@@ -8,7 +8,7 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -52,7 +52,9 @@ class LoadingEvent:
 
 @dataclass(frozen=True, slots=True)
 class StartedEvent:
-    """The model has accepted the request."""
+    """The model has accepted the request; ``warnings`` say what has no effect in it."""
+
+    warnings: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -261,7 +261,7 @@ class ModelProcess:
         metadata = describe_picture(Reference.parse(name), self._model, request)
         # Raises here, not on the first iteration, if the request cannot be served
         events = self._model.generate(request)
-        self._send("started", request_id)
+        self._send("started", request_id, warnings=metadata.get("warnings", []))
         with contextlib.closing(events):
             for event in self._iter_until_cancelled(request_id, events):
                 if isinstance(event, Image):

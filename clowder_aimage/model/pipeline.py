@@ -127,6 +127,10 @@ class Pipeline(Protocol):
         """
         ...
 
+    def list_warnings(self, request: GenerateRequest) -> list[str]:
+        """Return sentences about what has no effect in a request. Raises as ``check``."""
+        ...
+
     def preload(self, request: GenerateRequest) -> str:
         """Load all networks if they can stay in memory while the request's pictures are made.
 

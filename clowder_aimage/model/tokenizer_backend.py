@@ -147,18 +147,18 @@ class TokenizerBackend:
         }
 
     def encode(self, text: str, *, limits: EncodingLimits | None = None) -> list[int]:
-        """Return the token ids of ``text``.
+        """Return the token ids of ``text``. Raises as ``encode_counted``."""
+        return self.encode_counted(text, limits=limits)[0]
+
+    def encode_counted(
+        self, text: str, *, limits: EncodingLimits | None = None
+    ) -> tuple[list[int], int]:
+        """Return the token ids of ``text``, and their number before some were cut off.
 
         Raises:
             ModelError: The tokenizer fails or may grow the text too much; StuckError: it takes too
                 long.
         """
-        return self.encode_cut(text, limits=limits)[0]
-
-    def encode_cut(
-        self, text: str, *, limits: EncodingLimits | None = None
-    ) -> tuple[list[int], bool]:
-        """Return the token ids of ``text``, and True if a limit has cut it; see ``encode``."""
         limits = limits or EncodingLimits()
         _check_length(len(text), self._growth, limits.text)
         if limits.tokens is not None:
@@ -166,11 +166,22 @@ class TokenizerBackend:
         with _silence_output("the tokenizer failed", is_private=True):
             # a batch, unlike a text, is encoded without the interpreter's lock
             special = limits.has_special
-            work = _Work(lambda: self._backend.encode_batch([text], add_special_tokens=special)[0])
-            encoding = work.wait_result(limits.seconds)
+            work = _Work(
+                lambda: _count(self._backend.encode_batch([text], add_special_tokens=special)[0])
+            )
+            counted: tuple[list[int], int] = work.wait_result(limits.seconds)
             if limits.tokens is not None:
                 self._backend.no_truncation()
-            return encoding.ids, bool(encoding.overflowing)
+        return counted
+
+
+def _count(encoding: tokenizers.Encoding) -> tuple[list[int], int]:
+    """Return the token ids of an encoding, and their number with those that were cut off.
+
+    Each part that was cut off has the special tokens of a text again.
+    """
+    cut = (len(part.ids) - sum(part.special_tokens_mask) for part in encoding.overflowing)
+    return encoding.ids, len(encoding.ids) + sum(cut)
 
 
 class _Work(threading.Thread):

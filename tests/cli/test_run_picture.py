@@ -172,6 +172,20 @@ def test_a_picture_on_stdin_is_not_the_prompt(
     assert message in refusing("run", "x", *words, "--image", "-", code=2).err
 
 
+def test_what_the_model_does_not_see_is_said(drawn: tuple[Aimage, Path]) -> None:
+    here, path = drawn
+    picture = Image.open(path).convert("RGBA")
+    picture.putpixel((0, 0), (1, 2, 3, 0))
+    picture.save(path)
+    run = here("run", "x", "x" * 600, *SIZE, "--image", "drawn.png", "-o", "a.png")
+    assert "of which the model reads the first 512: the rest has no effect" in run.err
+    assert "warning: --image: drawn.png has transparent parts, which are white for the" in run.err
+    assert "; --mask alpha paints them\n" in run.err
+    assert here("replay", "a.png").out == "equal\n"
+    run = here("run", "x", "a fox", *SIZE, "--image", "drawn.png", "--mask", "alpha", code=2)
+    assert "too small" in run.err and "white" not in run.err
+
+
 def test_a_large_photograph_is_reduced_and_said(drawn: tuple[Aimage, Path]) -> None:
     here, _ = drawn
     Image.new("L", (6000, 1000), 90).save(here.home / "wide.png")

@@ -11,7 +11,9 @@ import pytest
 from clowder_aimage.dialect.aimage import AImage, Layer
 from clowder_aimage.errors import ModelError
 from clowder_aimage.model.flow.tokenizer import MAX_TOKENS, Tokenizer
+from clowder_aimage.model.tokenizer_backend import TokenizerBackend
 from clowder_aimage.oci import mediatype
+from tests.conftest import TINY
 from tests.model.model_blobs import FolderStore, replace
 
 Model = tuple[FolderStore, AImage]
@@ -37,15 +39,55 @@ def test_the_template_of_qwen(tiny: Model) -> None:
 
 def test_special_tokens_are_one_token_each(tiny: Model) -> None:
     tokenizer = with_template(tiny, "{{ messages[0].content }}")
-    assert len(tokenizer.encode("<|im_end|>")) == 1
+    assert tokenizer.encode("<|im_end|>").total == 1
 
 
 def test_long_prompts_are_cut_on_the_right(tiny: Model) -> None:
     tokenizer = with_template(tiny, "{{ messages[0].content }}")
     tokens = tokenizer.encode("x" * 600)
-    assert len(tokens) == MAX_TOKENS
-    assert tokenizer.encode("x" * 511 + "y")[-1] != tokens[-1]
-    assert tokenizer.encode("x" * 512 + "y") == tokens
+    assert (len(tokens.ids), tokens.total) == (MAX_TOKENS, 600)
+    assert tokenizer.encode("x" * 511 + "y").ids[-1] != tokens.ids[-1]
+    assert tokenizer.encode("x" * 512 + "y").ids == tokens.ids
+
+
+@pytest.mark.parametrize(
+    ("count", "side", "sentence"),
+    [
+        (512, "right", ""),
+        (513, "right", "the prompt has 513 tokens, of which the model reads the first 512: "),
+        (1500, "right", "the prompt has 1500 tokens, of which the model reads the first 512: "),
+        (600, "left", "the prompt has 600 tokens, of which the model reads the last 512: "),
+    ],
+)
+def test_a_cut_is_described(tiny: Model, count: int, side: str, sentence: str) -> None:
+    store, aimage = tiny
+    layers = {layer.name: layer for layer in aimage.layers}
+    config = json.loads((store.root / layers[CONFIG].descriptor.digest.encoded).read_bytes())
+    data = json.dumps({**config, "truncation_side": side}).encode()
+    template = Layer(store.add(mediatype.AIMAGE_FILE, b"{{ messages[0].content }}"), JINJA)
+    layers |= {JINJA: template, CONFIG: Layer(store.add(mediatype.AIMAGE_FILE, data), CONFIG)}
+    tokenizer = Tokenizer.load(store, AImage(aimage.config, tuple(layers.values())))
+    said = tokenizer.encode("x" * count).describe_cut("the prompt")
+    assert said == (f"{sentence}the rest has no effect" if sentence else "")
+
+
+def test_tokens_that_are_added_to_a_text_are_counted_once() -> None:
+    value = json.loads((TINY / "tokenizer" / "tokenizer.json").read_bytes())
+    token = next(token["content"] for token in value["added_tokens"])
+    number = next(token["id"] for token in value["added_tokens"])
+    value["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [
+            {"Sequence": {"id": "A", "type_id": 0}},
+            {"SpecialToken": {"id": token, "type_id": 0}},
+        ],
+        "pair": [],
+        "special_tokens": {token: {"id": token, "ids": [number], "tokens": [token]}},
+    }
+    backend = TokenizerBackend.from_json(json.dumps(value), {})
+    backend.truncate(8, "right")
+    ids, total = backend.encode_counted("x" * 30)
+    assert (len(ids), ids[-1], total) == (8, number, 31)
 
 
 @pytest.mark.parametrize(

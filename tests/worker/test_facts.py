@@ -70,6 +70,11 @@ def run(worker: Any, *options: object, **environment: str) -> bytes:
     return (here.home / line).read_bytes()
 
 
+def pixels_of(data: bytes) -> bytes:
+    start, end = data.index(b"IDAT"), data.index(b"IEND")
+    return data[start:end]
+
+
 def pixels(data: bytes, directory: Any) -> np.ndarray:
     (directory / "picture.png").write_bytes(data)
     return load_picture(directory / "picture.png")[0]
@@ -91,14 +96,42 @@ def test_all_interfaces_make_identical_files(worker: LocalWorker) -> None:
     assert facts["digest"] in worker.aimage("show", "tiny").out
 
 
+def test_all_interfaces_say_that_a_prompt_is_cut(worker: LocalWorker) -> None:
+    fields: dict[str, Any] = {"prompt": "x" * 600, "negative_prompt": "x" * 700, "guidance": 2}
+    same = drawn(worker.url, **{**fields, "prompt": "x" * 550})
+    said = set[str]()
+    for path, more in (
+        (GENERATIONS, {}),
+        (GENERATIONS, {"stream": True, "stream_format": "ollama"}),
+        (GENERATIONS, {"stream": True, "stream_format": "openai"}),
+        ("/api/generate", {"stream": False}),
+        ("/api/generate", {"stream": True}),
+    ):
+        status, headers, body = ask(worker.url, path, **fields, **more)
+        assert status == 200, body
+        last = body.decode().strip().splitlines()[-1].removeprefix("data: ")
+        answer = json.loads(last)
+        said.add(json.dumps(answer["warnings"]))
+        if not more.get("stream") or path != GENERATIONS:
+            assert ", ".join(headers.get_all("X-Aimage-Warning")) == ", ".join(answer["warnings"])
+        picture = answer.get("image") or answer.get("b64_json") or answer["data"][0]["b64_json"]
+        data = base64.b64decode(picture)
+        assert read_metadata(data)["warnings"] == answer["warnings"]
+        assert pixels_of(data) == pixels_of(same)
+    (sentences,) = map(json.loads, said)
+    cut = "of which the model reads the first 512: the rest has no effect"
+    assert [text.partition(" tokens, ")[2] for text in sentences] == [cut, cut]
+    assert [text.split()[1] for text in sentences] == ["prompt", "negative"]
+    assert "warnings" not in read_metadata(drawn(worker.url))
+
+
 def test_png_facts_can_be_omitted(worker: LocalWorker) -> None:
     said, silent = drawn(worker.url), drawn(worker.url, png_facts=False)
     assert read_metadata(said)["seed"] == 7
     assert not [kind for kind in CHUNKS if kind in silent]
     assert b"a dog" in said and b"a dog" not in silent
     assert ollama(worker.url, png_facts=False) == silent
-    start, end = silent.index(b"IDAT"), silent.index(b"IEND")
-    assert silent[start:end] in said  # the picture is the same
+    assert pixels_of(silent) == pixels_of(said)
 
 
 def test_png_facts_that_are_not_boolean_are_refused(worker: LocalWorker) -> None:

@@ -43,6 +43,7 @@ from clowder_aimage.api.picture.source import (
     take_bare_pictures,
 )
 from clowder_aimage.api.picture.upload import PictureUploads, StoredPictures
+from clowder_aimage.api.picture.warning import collect_warnings
 from clowder_aimage.api.request_body import check_fields, record_ignored
 from clowder_aimage.api.service import Service
 from clowder_aimage.api.text.enhance_field import EnhanceFields, PromptEnhancer
@@ -166,6 +167,9 @@ class OllamaPicture(TypedDict):
             list[model_list.UsedLora], Field(description="The adapters that were used, if any.")
         ]
     ]
+    warnings: NotRequired[
+        Annotated[list[str], Field(description="Sentences about what has no effect.")]
+    ]
 
 
 GENERATE = Operation(
@@ -182,7 +186,7 @@ GENERATE = Operation(
             OllamaPicture,
             media=("application/x-ndjson",),
             headers={
-                "X-Aimage-Warning": "Sentences about fields that have no effect; with `stream`, if "
+                "X-Aimage-Warning": "Sentences about what has no effect; with `stream`, if "
                 "they are known at its start."
             },
         ),
@@ -246,6 +250,7 @@ class OllamaGeneration(OllamaRequest):
             **terms,
         )
         events = enhancer.enhance_then(generate) if enhancer else generate()
+        events = collect_warnings(events, self.warnings)
         return await self.stream(events, self._receive_event)
 
     def explain(self, error: AImageError) -> AImageError:

@@ -36,6 +36,7 @@ from clowder_aimage.api.picture.request import (
 )
 from clowder_aimage.api.picture.source import iter_ignored_links, take_pictures
 from clowder_aimage.api.picture.upload import PictureUpload, PictureUploads, StoredPictures
+from clowder_aimage.api.picture.warning import collect_warnings
 from clowder_aimage.api.request_body import read_query, record_ignored
 from clowder_aimage.api.service import Service
 from clowder_aimage.api.text.enhance_field import PromptEnhancer
@@ -43,7 +44,7 @@ from clowder_aimage.dialect import AImage
 from clowder_aimage.engine.event import Event, ImageEvent
 from clowder_aimage.engine.executor import run_generation, run_io
 from clowder_aimage.errors import AImageError, ModelError, NotFoundError, UsageError
-from clowder_aimage.generation.request import MAX_REFERENCES, GenerateRequest
+from clowder_aimage.generation.request import MAX_REFERENCES, GenerateRequest, LoraUse
 from clowder_aimage.http.api_error import ApiError
 from clowder_aimage.http.app import POLICY
 from clowder_aimage.http.local_request import Request
@@ -82,7 +83,8 @@ def build_routes(service: Service, uploads: PictureUploads) -> list[Route]:
 class _Work:
     """A request, its model, the AImages of its adapters by index, its pictures and their target.
 
-    ``warnings`` are sentences about fields that have no effect, once the parameters are known.
+    ``warnings`` are sentences about what has no effect, once the parameters are known; the model
+    adds some when it begins.
     """
 
     body: ImageRequest
@@ -206,7 +208,8 @@ class ImageRoutes:
             adapters=work.adapters,
             stored=selected.stored,
         )
-        return work.enhancer.enhance_then(generate, body.count) if work.enhancer else generate()
+        events = work.enhancer.enhance_then(generate, body.count) if work.enhancer else generate()
+        return collect_warnings(events, work.warnings)
 
     async def _respond_at_once(
         self, request: Request, work: _Work, headers: dict[str, str]
@@ -214,10 +217,10 @@ class ImageRoutes:
         """Respond with all pictures at once; cancel if the client disconnects."""
         body = work.body
         pictures: list[ImageEvent] = []
-        extra_fields = dict[str, Any]()
+        used = list[LoraUse]()
 
-        def on_parameters(parameters: GenerateRequest, _: str, warnings: Sequence[str]) -> None:
-            extra_fields.update(describe_use(parameters.adapters.loras, warnings))
+        def on_parameters(parameters: GenerateRequest, *_: object) -> None:
+            used[:] = parameters.adapters.loras
 
         try:
             async with contextlib.aclosing(self._generate(work, on_parameters)) as events:
@@ -235,7 +238,7 @@ class ImageRoutes:
         encode = partial(_answer, body, pictures, keep)
         # Links are made in the event loop, which owns the pictures
         answer = encode() if has_links else await run_generation(encode)
-        answer |= extra_fields
+        answer |= describe_use(used, work.warnings)
         if work.target is not None:
             answer["output"] = await picture_output.push_events(
                 self._service, work.target, pictures, body.encoding.kind

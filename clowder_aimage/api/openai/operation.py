@@ -96,7 +96,7 @@ class Images(TypedDict):
         Annotated[list[UsedLora], Field(description="The adapters that were used, if any.")]
     ]
     warnings: NotRequired[
-        Annotated[list[str], Field(description="Sentences about fields that have no effect.")]
+        Annotated[list[str], Field(description="Sentences about what has no effect.")]
     ]
     output: NotRequired[PushedPictures]
 
@@ -166,7 +166,7 @@ _PICTURES = Answer(
         "X-Aimage-Seed": "The same seed generates the same picture.",
         **MODEL_HEADERS,
         "X-Aimage-Digest": "The manifest of that AImage; not with `stream`.",
-        "X-Aimage-Warning": "Sentences about fields that have no effect; with `stream`, if they "
+        "X-Aimage-Warning": "Sentences about what has no effect; with `stream`, if they "
         "are known at its start.",
     },
 )

@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from clowder_aimage.api import answer_stream
@@ -82,10 +83,11 @@ class PlainStream:
         self._body, self._keep = body, keep
         self._data: list[dict[str, str]] = []
         self._digest = ""
-        self._extra_fields: dict[str, Any] = {}
+        self._describe_use: Callable[[], dict[str, list[Any]]] = dict
 
     def on_parameters(self, parameters: GenerateRequest, _: str, warnings: Sequence[str]) -> None:
-        self._extra_fields = describe_use(parameters.adapters.loras, warnings)
+        # The model adds its warnings later
+        self._describe_use = partial(describe_use, parameters.adapters.loras, warnings)
 
     def iter_frames(self, event: Event) -> Iterator[bytes]:
         if isinstance(event, Step):
@@ -102,7 +104,7 @@ class PlainStream:
 
     def end(self) -> Iterator[bytes]:
         facts = {"created": int(time.time()), "data": self._data, "digest": self._digest}
-        yield answer_stream.encode_event("done", facts | self._extra_fields)
+        yield answer_stream.encode_event("done", facts | self._describe_use())
 
 
 class OpenAIStream:
@@ -111,7 +113,7 @@ class OpenAIStream:
     def __init__(self, body: ImageRequest, keep: KeepPicture, *, has_progress: bool) -> None:
         self._body, self._keep, self._has_progress = body, keep, has_progress
         self._size = body.dimensions
-        self._extra_fields: dict[str, Any] = {}
+        self._describe_use: Callable[[], dict[str, list[Any]]] = dict
         # The new prompt, until it was sent
         self._prompt: dict[str, str | None] | None = None
 
@@ -121,7 +123,8 @@ class OpenAIStream:
         self._size = size
         if self._body.enhance:
             self._prompt = {"prompt": parameters.prompt, "enhancer": parameters.enhancer}
-        self._extra_fields = describe_use(parameters.adapters.loras, warnings)
+        # The model adds its warnings later
+        self._describe_use = partial(describe_use, parameters.adapters.loras, warnings)
 
     def iter_frames(self, event: Event) -> Iterator[bytes]:
         if self._prompt is not None:
@@ -169,7 +172,7 @@ class OpenAIStream:
 
     def _encode_completed(self, picture: ImageEvent) -> bytes:
         facts: dict[str, Any] = {"b64_json": encode(picture)}
-        facts |= self._build_facts(f"{picture.width}x{picture.height}") | self._extra_fields
+        facts |= self._build_facts(f"{picture.width}x{picture.height}") | self._describe_use()
         if self._body.response_format == "url":
             facts["url"] = self._keep(picture)
         return self._encode_event("completed", {**facts, "usage": build_usage()})

@@ -137,6 +137,8 @@ class LocalImageModel:
         )
         events = model.generate(request)
         metadata = describe_picture(self.reference, model, request)
+        for warning in metadata.get("warnings", ()):
+            note_once(f"warning: {warning}")
         with contextlib.closing(events):
             arrived = self.fetched.watch(events)
             announce(f"rendering on {model.backend}")

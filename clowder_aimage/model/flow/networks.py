@@ -17,7 +17,7 @@ from clowder_aimage.model.flow.config import AutoencoderConfig, TextEncoderConfi
 from clowder_aimage.model.flow.memory_budget import MemoryBudget, Module, OffloadedModule
 from clowder_aimage.model.flow.pixels import to_pixels
 from clowder_aimage.model.flow.state import CACHED_TEXTS
-from clowder_aimage.model.flow.tokenizer import Tokenizer
+from clowder_aimage.model.flow.tokenizer import PromptTokens, Tokenizer
 from clowder_aimage.model.pipeline import StoredControlNet
 from clowder_aimage.model.weights import ModelWeights
 
@@ -58,7 +58,7 @@ class FlowNetworks:
         store, aimage = components.store, components.aimage
         tokenizer = Tokenizer.load(store, aimage, is_thinking=configs.IS_THINKING)
         self.tokenizer = tokenizer
-        self.tokens: Callable[[str], list[int]] = lru_cache(CACHED_TEXTS)(tokenizer.encode)
+        self.tokens: Callable[[str], PromptTokens] = lru_cache(CACHED_TEXTS)(tokenizer.encode)
         self.weights = {"text_encoder": ModelWeights.open(store, aimage, "text_encoder")}
         self.text_encoder: OffloadedModule[Any, TextEncoderConfig] = components.build_module(
             self.weights["text_encoder"], configs.text_encoder, kinds.text_encoder

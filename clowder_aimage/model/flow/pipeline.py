@@ -122,6 +122,10 @@ class FlowPipeline:
         self.check(request)
         self.build_conditioning(request)
 
+    def list_warnings(self, request: GenerateRequest) -> list[str]:
+        """Return sentences about what has no effect in a request. Raises as ``check``."""
+        return self.prompts.list_cuts(request)
+
     def check(self, request: GenerateRequest, pictures: PictureInput | None = None) -> None:
         """Reject a request that this model does not support; change nothing. Raises UsageError.
 

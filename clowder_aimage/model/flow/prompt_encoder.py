@@ -31,11 +31,18 @@ class PromptEncoder:
             UsageError: The prompt is too long for the model.
             ModelError: The tokenizer does not match the text encoder.
         """
-        tokens = self.networks.tokens(prompt)
+        tokens = self.networks.tokens(prompt).ids
         self.family.check_length(len(tokens))
         if max(tokens) >= self.family.text_encoder.vocab_size:
             raise ModelError("the tokenizer returned tokens that the text encoder does not have")
         return tokens
+
+    def list_cuts(self, request: GenerateRequest) -> list[str]:
+        """Return a sentence for each text of a request that is cut off. Raises as ``tokenize``."""
+        names, texts = ("the prompt", "the negative prompt"), list_texts(self.family, request)
+        pairs = zip(names, texts, strict=False)
+        cuts = (self.networks.tokens(text).describe_cut(name) for name, text in pairs)
+        return [cut for cut in cuts if cut]
 
     def encode(self, prompt: str) -> Any:
         """Return the text features of a prompt, (tokens, channels). Raises as ``ids``."""

@@ -78,7 +78,7 @@ def _compute_lengths(
     """Return the most tokens of a text, and those of the transformer's sequence."""
     multiple = family.TOKEN_MULTIPLE
     longest = family.TEXT_LENGTH or max(
-        len(networks.tokens(text)) for text in list_texts(family, request)
+        len(networks.tokens(text).ids) for text in list_texts(family, request)
     )
     tokens = _round_up(longest, multiple)
     return tokens, tokens + _round_up(

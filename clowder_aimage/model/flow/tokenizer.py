@@ -7,6 +7,7 @@ Reference: transformers, ``apply_chat_template`` and ``tokenization_qwen2``.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from clowder_aimage.content.store import BlobFiles
@@ -26,6 +27,26 @@ FOLDER = "tokenizer"
 _PAD = "<|endoftext|>"
 
 
+@dataclass(frozen=True, slots=True)
+class PromptTokens:
+    """The tokens of a prompt that the model reads, of ``total``; the last ones or the first."""
+
+    ids: list[int]
+    total: int
+    are_last: bool = False
+
+    def describe_cut(self, name: str) -> str:
+        """Return a sentence about the tokens that are cut off; empty if none are."""
+        count = len(self.ids)
+        if count == self.total:
+            return ""
+        which = "last" if self.are_last else "first"
+        return (
+            f"{name} has {self.total} tokens, of which the model reads the {which} {count}: the "
+            "rest has no effect"
+        )
+
+
 class Tokenizer:
     """A tokenizer that encodes a prompt as the only message of a chat."""
 
@@ -38,7 +59,9 @@ class Tokenizer:
         is_thinking: bool = True,
     ) -> None:
         self._is_thinking = is_thinking
-        backend.truncate(MAX_TOKENS, config.get("truncation_side") or "right")
+        side = config.get("truncation_side") or "right"
+        self._is_cut_before = side == "left"
+        backend.truncate(MAX_TOKENS, side)
         self._backend = backend
         self._special = parse_special_tokens(config)
         self._pad = self._special.get("pad_token", _PAD)
@@ -92,13 +115,13 @@ class Tokenizer:
         options = {"enable_thinking": self._is_thinking}
         return render_template(self._template, {**values, **self._special, **options})
 
-    def encode(self, prompt: str) -> list[int]:
-        """Return the token ids of the prompt in its template, 512 at most.
+    def encode(self, prompt: str) -> PromptTokens:
+        """Return the tokens of the prompt in its template, 512 at most.
 
         Raises:
             ModelError: There are none, or the tokenizer fails.
         """
-        tokens = self._backend.encode(self.render(prompt))
+        tokens, total = self._backend.encode_counted(self.render(prompt))
         if not tokens:
             raise ModelError("the tokenizer returned no tokens for the prompt")
-        return tokens
+        return PromptTokens(tokens, total, self._is_cut_before)

@@ -47,12 +47,12 @@ class SentenceEmbedder:
     def _encode(self, text: str) -> tuple[Tokens, bool]:
         require_characters(text)
         limits = EncodingLimits(text=4 << 20, seconds=10.0, tokens=self.pooling.recipe.max_length)
-        tokens, is_cut = self.backend.encode_cut(text, limits=limits)
+        tokens, total = self.backend.encode_counted(text, limits=limits)
         if not tokens:
             raise UsageError("a text has no tokens", field="texts")
         if len(tokens) > self.context:
             raise ContextError(len(tokens), self.context)
-        return tokens, is_cut
+        return tokens, total > len(tokens)
 
     def _count_prompt(self, prompt: str) -> int:
         """Return the number of tokens of a prompt, without the special token at its end."""
