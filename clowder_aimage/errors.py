@@ -6,6 +6,7 @@
     │   │   └── TooLargeError               ... an input has too many bytes
     │   ├── ModelError             exit 1   a model (directory, config, weights) cannot be used
     │   │   ├── ChatTemplateError           ... because of its chat template
+    │   │   ├── UnrunnableError             ... by this installation
     │   │   └── StuckError                  ... and a call that reads it does not end
     │   ├── FormatError            exit 5   bytes do not parse as their media type
     │   │   └── NoPictureError              ... an artifact that was to have a picture has none
@@ -106,6 +107,10 @@ class NoMemoryError(ModelError):
 
 class ChatTemplateError(ModelError):
     """The chat template of a model cannot be read, or fails."""
+
+
+class UnrunnableError(ModelError):
+    """This installation cannot run a model: another request for it would fail alike."""
 
 
 class StuckError(ModelError):

@@ -97,7 +97,7 @@ class ModelCatalog:
 
 
 def _collect_facts(description: ModelDescription) -> dict[str, Any] | None:
-    capabilities = {"capabilities": list(description.capabilities)}
+    capabilities = {"capabilities": list(description.list_capabilities())}
     if description.adapter is not None:
         return {"adapter": description.adapter, "base": description.subject}
     if description.kind in (TEXT, EMBEDDER):

@@ -123,7 +123,11 @@ def _build_missing_error(service: Service, name: str, kinds: Sequence[str]) -> A
     """Return the error for a missing model, with the names of suitable models."""
     models = [model for model in ModelCatalog(service).list_all() if "adapter" not in model]
     is_picture = PICTURES in kinds
-    names = [model["id"] for model in models if (PICTURES in model["capabilities"]) == is_picture]
+    names = [
+        model["id"]
+        for model in models
+        if model["capabilities"] and (PICTURES in model["capabilities"]) == is_picture
+    ]
     if not names:
         return build_unknown_error(name)
     suffix = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""

@@ -25,7 +25,9 @@ from clowder_aimage.generation.request import MODEL_DEFAULTS, GenerateRequest
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.description import MODEL, keep_description, read_description
 from clowder_aimage.layout.summary import find_weight_type
+from clowder_aimage.model.ability import Ability
 from clowder_aimage.model.adapter_source import is_adapter
+from clowder_aimage.model.stored_ability import find_ability
 from clowder_aimage.model.text.text_facts import TextFacts, read_text_facts
 from clowder_aimage.oci import Descriptor, Digest
 from clowder_aimage.pictures.input_kind import get_max_images
@@ -51,11 +53,15 @@ class ModelDescription:
     stated: dict[str, Any] = field(default_factory=dict)
     defaults: dict[str, Any] | None = None
     max_images: Annotated[int, Ge(1)] = 1
-    capabilities: tuple[str, ...] = ()
+    ability: Ability = field(default_factory=Ability)
     context: int | None = None
     created: int | None = None
     subject: str | None = None
     adapter: dict[str, Any] | None = None
+
+    def list_capabilities(self) -> tuple[str, ...]:
+        """Return what the model can do with what is installed."""
+        return self.ability.list_capabilities()
 
 
 _FORM = TypeAdapter(ModelDescription | None)
@@ -103,7 +109,8 @@ def _derive(store: ImageLayout, descriptor: Descriptor) -> tuple[ModelDescriptio
         aimage = read_model(store, descriptor).aimage
         is_text = classify_model(aimage) in (TEXT, EMBEDDER)
         text = read_text_facts(store, descriptor.digest, aimage) if is_text else None
-        return _describe(aimage, text), text is None or text.is_final
+        ability = find_ability(store, descriptor.digest, aimage)
+        return _describe(aimage, ability, text), text is None or text.is_final
     # A list must show the other models, whatever is wrong with one
     except Exception as error:
         if not isinstance(error, AImageError | OSError):
@@ -112,13 +119,12 @@ def _derive(store: ImageLayout, descriptor: Descriptor) -> tuple[ModelDescriptio
         return None, not is_passing(error)
 
 
-def _describe(aimage: AImage, text: TextFacts | None) -> ModelDescription:
+def _describe(aimage: AImage, ability: Ability, text: TextFacts | None) -> ModelDescription:
     properties, kind = aimage.properties, classify_model(aimage)
     family = properties.get("family") or properties.get("architecture") or properties.get("format")
     precision = properties.get("variant") or find_weight_type(properties)
-    capabilities, defaults = () if text is None else text.capabilities, None
+    defaults = None
     if kind == PICTURES:
-        capabilities = (PICTURES,)
         values = GenerateRequest.draft().apply_defaults(aimage).collect_values()
         defaults = {name: values[name] for name in MODEL_DEFAULTS}
     return ModelDescription(
@@ -129,7 +135,7 @@ def _describe(aimage: AImage, text: TextFacts | None) -> ModelDescription:
         properties.get("defaults", {}),
         defaults,
         get_max_images(properties) if kind == PICTURES else 1,
-        capabilities,
+        ability,
         text.context if text is not None else None,
         _parse_time(properties.get("created")),
         str(aimage.subject.digest) if aimage.subject is not None else None,

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from clowder_aimage.dialect import AImage
-from clowder_aimage.formats.diffusers import FAMILIES
 from clowder_aimage.http.api_error import OLLAMA, OPENAI, ApiError
+from clowder_aimage.model.stored_ability import is_runnable
 from clowder_aimage.model.text.runtime import find_runtime
 from clowder_aimage.model.text.text_facts import is_embedder
 from clowder_aimage.oci import Reference
 
 PICTURES, TEXT, EMBEDDER = "image", "text", "embedder"
 _ADAPTER, _CONTROLNET, _OTHER = "adapter", "controlnet", "other"
-_PARTS = {"text_encoder", "transformer", "vae"}
 _ROUTES = {
     (OPENAI, PICTURES): "/v1/images/generations",
     (OPENAI, TEXT): "/v1/chat/completions",
@@ -25,17 +24,6 @@ _DOES = {
     TEXT: "is a language model",
     EMBEDDER: "computes embeddings",
 }
-
-
-def is_runnable(aimage: AImage) -> bool:
-    """Return True if the AImage belongs to a supported family of image models.
-
-    An AImage of another tool may lack its family; then its components are checked.
-    """
-    properties = aimage.properties
-    if "family" in properties:
-        return bool(properties["family"] in FAMILIES)
-    return "format" not in properties and properties.get("components", {}).keys() >= _PARTS
 
 
 def classify_model(aimage: AImage) -> str:

@@ -58,6 +58,7 @@ from clowder_aimage.generation.request import GenerateRequest
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import StoredAImage
 from clowder_aimage.model.pipeline import Step
+from clowder_aimage.model.stored_ability import find_ability
 from clowder_aimage.model.text.language_model import TextDelta, TextEnd, TextRequest, ToolCall
 from clowder_aimage.model.text.runtime import find_runtime
 from clowder_aimage.oci import Digest, Reference
@@ -279,6 +280,9 @@ class Engine:
         parameters = await run_generation(make, stored.aimage) if make else None
         if isinstance(parameters, TextRequest):
             parameters = _set_seed(parameters)
+        if self._scheduler.find_loaded(digest := stored.descriptor.digest) is None:
+            ability = await run_generation(find_ability, self.store, digest, stored.aimage)
+            ability.check(request.reference)
         while True:
             try:
                 await self._take_turn(request, stored, parameters, emit)

@@ -234,6 +234,20 @@ def find_value(head: bytes, key: str) -> str | int | None:
     return head[start:end].decode(errors="replace") if end <= len(head) else None
 
 
+def count_tensors(head: bytes) -> int:
+    """Return the number of tensors that the first bytes of a file state; 0 if they are cut off."""
+    # After the magic number and the version
+    start = 2 * _U32.size
+    count = head[start : start + _U64.size]
+    return int(_U64.unpack(count)[0]) if len(count) == _U64.size else 0
+
+
+def has_tensor(head: bytes, name: str) -> bool:
+    """Return True if the first bytes of a file have the name of a tensor."""
+    encoded = name.encode()
+    return _U64.pack(len(encoded)) + encoded in head
+
+
 def _read_version(cursor: _Cursor) -> int:
     magic = cursor.take(4, "the magic number")
     if magic in OLDER:

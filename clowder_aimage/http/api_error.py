@@ -54,6 +54,7 @@ _STATUS: tuple[tuple[type[AImageError], int, str], ...] = (
     (errors.ForbiddenError, 403, "input_not_allowed"),
     (errors.NoPictureError, 422, "no_picture"),
     (errors.ChatTemplateError, 422, "invalid_chat_template"),
+    (errors.UnrunnableError, 422, "model_not_supported"),
     (errors.UnauthorizedError, 502, "registry_unauthorized"),
     (errors.VerificationError, 502, "verification_failed"),
     (errors.FormatError, 500, "invalid_content"),

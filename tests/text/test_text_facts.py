@@ -17,6 +17,7 @@ from clowder_aimage.export import export
 from clowder_aimage.formats.gguf_header import find_value
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import read_aimage
+from clowder_aimage.model.ability import Ability
 from clowder_aimage.model.text import runtime
 from clowder_aimage.model.text.text_facts import TextFacts, read_text_facts
 from clowder_aimage.oci import Reference
@@ -43,7 +44,7 @@ def written(path: Path, *pairs: Any) -> Path:
 def test_a_template_of_a_transformers_model(tmp_path: Path) -> None:
     path = write_model(tmp_path / "model")
     known = facts_of(tmp_path, path)
-    assert known.capabilities == ("chat", "completion", "tools", "thinking")
+    assert known.ability.capabilities == ("chat", "completion", "tools", "thinking")
     assert (known.context, "<|im_start|>" in known.template) == (512, True)
 
 
@@ -51,7 +52,7 @@ def test_a_file_with_the_template_comes_first(tmp_path: Path) -> None:
     path = write_model(tmp_path / "model")
     (path / "chat_template.jinja").write_text("{{ messages[0].content }}")
     known = facts_of(tmp_path, path)
-    assert (known.capabilities, known.template) == (
+    assert (known.ability.capabilities, known.template) == (
         ("chat", "completion"),
         "{{ messages[0].content }}",
     )
@@ -60,7 +61,7 @@ def test_a_file_with_the_template_comes_first(tmp_path: Path) -> None:
 def test_a_model_with_a_pooling_computes_embeddings_too(tmp_path: Path) -> None:
     path = write_model(tmp_path / "model", "qwen2")
     add_pooling(path)
-    assert facts_of(tmp_path, path).capabilities == ("chat", "completion", "embedding")
+    assert facts_of(tmp_path, path).ability.capabilities == ("chat", "completion", "embedding")
 
 
 @pytest.mark.parametrize(
@@ -77,7 +78,7 @@ def test_the_metadata_of_a_gguf_file(
     tmp_path: Path, pairs: list[Any], capabilities: tuple[str, ...]
 ) -> None:
     known = facts_of(tmp_path, written(tmp_path / "a.gguf", *pairs))
-    assert (known.capabilities, known.context) == (capabilities, 4096)
+    assert (known.ability.capabilities, known.context) == (capabilities, 4096)
 
 
 def test_a_value_that_is_cut_off_is_not_found(tmp_path: Path) -> None:
@@ -92,15 +93,15 @@ def test_a_value_that_is_cut_off_is_not_found(tmp_path: Path) -> None:
 
 def test_a_missing_template_is_read_when_it_is_there(tmp_path: Path) -> None:
     path = write_model(tmp_path / "model")
-    assert "tools" in facts_of(tmp_path, path).capabilities
+    assert "tools" in facts_of(tmp_path, path).ability.capabilities
     layout = ImageLayout(tmp_path / "store")
     stored = read_aimage(layout, Reference.parse("a"))
     other = ImageLayout(tmp_path / "empty")
     assert read_text_facts(other, stored.descriptor.digest, stored.aimage) == TextFacts(
-        ("completion",), 512, "", is_final=False
+        Ability(("completion",), "mlx-lm"), 512, "", is_final=False
     )
     again = read_text_facts(layout, stored.descriptor.digest, stored.aimage)
-    assert "tools" in again.capabilities
+    assert "tools" in again.ability.capabilities
 
 
 @pytest.mark.parametrize(
@@ -140,7 +141,7 @@ def test_the_pooling_of_a_model_comes_back(tmp_path: Path) -> None:
 
 def test_models_of_a_worker_divide_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     scripted = SimpleNamespace(load=lambda *_, **how: how["memory"], get_default_memory=lambda: 900)
-    monkeypatch.setitem(runtime._MODULES, runtime.LLAMA, ("scripted_runtime", "llama"))
+    monkeypatch.setitem(runtime._MODULES, "llama.cpp", ("scripted_runtime", "llama"))
     monkeypatch.setitem(sys.modules, "scripted_runtime", scripted)
     aimage: Any = SimpleNamespace(properties={"format": "gguf"})
     files: Any = None

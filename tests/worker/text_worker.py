@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.process import Aimage
-from tests.text.tiny_text import write_model
+from tests.text.tiny_text import add_pooling, write_model
 
 if TYPE_CHECKING:
     from tests.worker.conftest import LocalWorker
@@ -31,6 +31,8 @@ def add_models(aimage: Aimage, directory: Path) -> None:
             known = json.loads(texts.read_text("utf-8"))
             del known["chat_template"]
             texts.write_text(json.dumps(known))
+        if name == "vectors":
+            add_pooling(path)
         aimage("create", "-q", name, path)
 
 

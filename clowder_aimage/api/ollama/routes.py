@@ -89,7 +89,7 @@ def _describe_entry(service: Service, item: model_list.ModelEntry) -> OllamaMode
         "modified_at": model_list.read_stored_time(service.store, item.descriptor).isoformat(),
         "size": item.size,
         "details": description.details if description else build_details({}),
-        "capabilities": list_capabilities(description.capabilities if description else ()),
+        "capabilities": list_capabilities(description.list_capabilities() if description else ()),
     }
 
 
@@ -158,7 +158,7 @@ def _describe_model(service: Service, item: model_list.ModelEntry) -> ShownModel
         "template": text.template if text else "",
         "details": build_details(properties),
         "model_info": facts,
-        "capabilities": list_capabilities(description.capabilities if description else ()),
+        "capabilities": list_capabilities(description.list_capabilities() if description else ()),
         "modified_at": model_list.read_stored_time(store, item.descriptor).isoformat(),
     }
 

@@ -2,13 +2,11 @@
 
 The package's own initialisation, and its module ``utils``, import transformers and the hub's client
 (3 seconds, 200 MB) and lower this process's limit of open files. So the package is entered without
-its initialisation, and the one table of ``utils`` that is needed is read from its source.
+its initialisation, and the tables of ``utils`` are read from its source (``network_name``).
 """
 
 from __future__ import annotations
 
-import ast
-import functools
 import importlib
 import importlib.util
 import inspect
@@ -16,7 +14,6 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -29,10 +26,10 @@ from clowder_aimage.model.mlxlm.network_config import (
     get_text_config,
     translate_config,
 )
+from clowder_aimage.model.mlxlm.network_name import resolve_model_type
 from clowder_aimage.model.mlxlm.network_rope import NetworkRope
 
 _PACKAGE = "mlx_lm"
-_TABLES = ("MODEL_REMAPPING", "MODEL_ARCHITECTURE_REMAPPING")
 _MAX_COUNT = 4096  # layers, blocks, experts
 _COUNTS = re.compile(r"layers?$|^n_layer|blocks?$|experts$")
 
@@ -80,7 +77,7 @@ def make_network(config: Mapping[str, Any], context: int | None = None) -> Built
         ModelError: The model type is unknown, or the configuration is invalid.
     """
     _check_counts(config)
-    kind = _resolve_model_type(config)
+    kind = resolve_model_type(config)
     network, arguments = _import_network(kind)
     parameters = inspect.signature(arguments).parameters
     translated = translate_config(config, parameters)
@@ -120,31 +117,6 @@ def _import_network(kind: str) -> tuple[Any, Any]:
     # A module ends the process if it misses a package
     except (ImportError, AttributeError, SystemExit):
         raise ModelError(f"mlx-lm has no network of the type {kind!r:.80}") from None
-
-
-def _resolve_model_type(config: Mapping[str, Any]) -> str:
-    """Return the name of the module of a configuration, by mlx-lm's own tables."""
-    kind, names = config.get("model_type"), config.get("architectures") or ()
-    if not isinstance(kind, str) or not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", kind):
-        raise ModelError(f"config.json: model_type is {kind!r:.80}")
-    remapped, special = _read_tables()
-    for name in names if isinstance(names, list) else ():
-        if isinstance(name, str) and (kind, name) in special:
-            return str(special[kind, name])
-    return str(remapped.get(kind, kind))
-
-
-@functools.cache
-def _read_tables() -> tuple[dict[Any, Any], dict[Any, Any]]:
-    enter()
-    path = Path(str(sys.modules[_PACKAGE].__path__[0])) / "utils.py"
-    tables: dict[str, dict[Any, Any]] = {name: {} for name in _TABLES}
-    for node in ast.parse(path.read_text("utf-8")).body:
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            name = node.targets[0].id
-            if name in tables:
-                tables[name] = ast.literal_eval(node.value)
-    return tables[_TABLES[0]], tables[_TABLES[1]]
 
 
 def _check_counts(config: Mapping[str, Any]) -> None:

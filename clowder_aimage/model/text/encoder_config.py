@@ -26,6 +26,8 @@ _PREFIXES = {
 }
 # Their positions are counted from the padding token, which has one too
 _COUNTED_FROM_PADDING = ("camembert", "mpnet", "roberta", "xlm-roberta")
+# Their tokenizer is WordPiece, which a file of its tokens is enough for
+_WORDS = ("bert", "distilbert", "electra", "mpnet")
 _WITHOUT_TYPES = ("distilbert", "mpnet")
 ACTIVATIONS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "silu", "swish")
 # DistilBERT's own names of the fields
@@ -123,6 +125,11 @@ def is_encoder(config: Mapping[str, Any]) -> bool:
     """Return True if ``config.json`` is that of an encoder of this package."""
     kind = config.get("model_type")
     return isinstance(kind, str) and kind in _PREFIXES
+
+
+def has_words(config: Mapping[str, Any]) -> bool:
+    """Return True if the tokenizer of an encoder is WordPiece."""
+    return config.get("model_type") in _WORDS
 
 
 def read_encoder(

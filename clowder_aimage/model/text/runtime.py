@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from clowder_aimage.dialect.aimage import AImage
 from clowder_aimage.errors import ModelError, UsageError
+from clowder_aimage.model.ability import ENCODER, LLAMA, MLX_LM
 from clowder_aimage.model.text.encoder_config import is_encoder
 from clowder_aimage.model.weights import find_object
 
@@ -14,7 +15,6 @@ if TYPE_CHECKING:
     from clowder_aimage.content.store import BlobFiles
     from clowder_aimage.model.text.language_model import LanguageModel
 
-MLX_LM, LLAMA, ENCODER = "mlx-lm", "llama.cpp", "the encoder"
 # Modules with ``load`` and ``get_default_memory``, and their extras. Each is imported on use, since
 # its library may not be installed
 _MODULES = {

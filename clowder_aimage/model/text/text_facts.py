@@ -4,25 +4,35 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from clowder_aimage.content.verified_reader import read_all
 from clowder_aimage.dialect import AImage
 from clowder_aimage.document.strict_json import ParseCache
-from clowder_aimage.errors import AImageError, is_passing
-from clowder_aimage.formats.gguf_header import find_value
-from clowder_aimage.formats.transformers import POOLING
+from clowder_aimage.errors import AImageError, ModelError, is_passing
+from clowder_aimage.formats.gguf_header import count_tensors, find_value, has_tensor
 from clowder_aimage.layout import ImageLayout
+from clowder_aimage.model.ability import ENCODER, LLAMA, MLX_LM, Ability
+from clowder_aimage.model.text.embedding_recipe import Read, read_recipe
+from clowder_aimage.model.text.encoder_config import has_words, is_encoder, read_encoder
 from clowder_aimage.model.text.language_model import CHAT, COMPLETION, EMBEDDING, THINKING, TOOLS
+from clowder_aimage.model.text.runtime import find_runtime
 from clowder_aimage.oci import Digest, mediatype
 from clowder_aimage.tensor.config_fields import parse_object
 
 # Bytes of a tokenizer's configuration, or of a GGUF file's metadata
 _MAX_FILE = 16 << 20
+# Bytes at the beginning of a part of a GGUF model that has the number of its tensors
+_LEAST_HEAD = 16
+# The way to pool of a model that ranks documents (enum llama_pooling_type)
+_RANK = 4
 _TOOLS = re.compile(r"\btools\b")
 _THINKING = re.compile(r"enable_thinking|<think>")
 _CONFIG = "tokenizer_config.json"
+_NO_TOKENIZER = "it has no tokenizer that can be read"
 # Architectures that compute embeddings only: ggml-org/llama.cpp, src/llama-arch.cpp, and classes of
 # Transformers without a language modeling head
 _EMBEDDERS = re.compile(r"bert|embed|t5encoder|(?<!LMHead)Model$|ForMaskedLM$")
@@ -30,12 +40,12 @@ _EMBEDDERS = re.compile(r"bert|embed|t5encoder|(?<!LMHead)Model$|ForMaskedLM$")
 
 @dataclass(frozen=True, slots=True)
 class TextFacts:
-    """The capabilities of a language model, its context in tokens if known, and its template.
+    """The ability of a language model, its context in tokens if known, and its template.
 
     ``is_final`` is false while files that decide them are missing.
     """
 
-    capabilities: tuple[str, ...]
+    ability: Ability
     context: int | None
     template: str
     is_final: bool = True
@@ -54,32 +64,99 @@ def read_text_facts(store: ImageLayout, manifest: Digest, aimage: AImage) -> Tex
 
     The template is empty if its file is damaged, or not in the store yet.
     """
-    stated = aimage.properties.get("context")
-    context = stated if type(stated) is int else None
     try:
         size = sum(len(layer.name) for layer in aimage.layers)
-        read = partial(_read_facts, store, aimage, context)
+        read = partial(_read_facts, store, aimage)
         return _CACHE.get((store.root, manifest), size, read)
     except (AImageError, OSError) as error:
         kind = EMBEDDING if is_embedder(aimage) else COMPLETION
-        return TextFacts((kind,), context, "", is_final=not is_passing(error))
+        # What is missing may arrive; what is damaged stays so
+        fault = "" if is_passing(error) else str(error)
+        ability = Ability((kind,), find_runtime(aimage) or "", fault=fault)
+        return TextFacts(ability, _find_context(aimage), "", is_final=not is_passing(error))
 
 
-def _read_facts(store: ImageLayout, aimage: AImage, context: int | None) -> TextFacts:
-    if is_embedder(aimage):
-        return TextFacts((EMBEDDING,), context, "")
-    template = _read_template(store, aimage)
+def _find_context(aimage: AImage) -> int | None:
+    stated = aimage.properties.get("context")
+    return stated if type(stated) is int else None
+
+
+def _read_facts(store: ImageLayout, aimage: AImage) -> TextFacts:
+    is_gguf = find_runtime(aimage) == LLAMA
+    return (_read_gguf_facts if is_gguf else _read_transformers_facts)(store, aimage)
+
+
+def _read_gguf_facts(store: ImageLayout, aimage: AImage) -> TextFacts:
+    heads = _read_gguf_heads(store, aimage)
+    head, context = heads[0] if heads else b"", _find_context(aimage)
+    pooling = find_value(head, f"{aimage.properties.get('architecture')}.pooling_type")
+    if fault := _find_gguf_fault(heads, pooling):
+        return TextFacts(Ability((), LLAMA, fault=fault), context, "")
     # A template of a layer has precedence over the template in GGUF's metadata, as in llama.cpp
-    if head := _read_gguf_head(store, aimage):
-        template = template or str(find_value(head, "tokenizer.chat_template") or "")
-        if find_value(head, f"{aimage.properties.get('architecture')}.pooling_type"):
-            return TextFacts((EMBEDDING,), context, template)
+    template = _read_template(store, aimage)
+    template = template or str(find_value(head, "tokenizer.chat_template") or "")
+    if pooling or is_embedder(aimage):
+        return TextFacts(Ability((EMBEDDING,), LLAMA), context, template)
+    return _describe_writer(Ability((COMPLETION,), LLAMA), context, template)
+
+
+def _find_gguf_fault(heads: Sequence[bytes], pooling: object) -> str:
+    """Return why a GGUF model cannot run, as far as the first bytes of its files say."""
+    if not any(map(count_tensors, heads)):
+        return "it has a vocabulary and no weights"
+    head = heads[0]
+    # The names of all tensors are in the first bytes
+    is_whole = len(heads) == 1 and (len(head) < _MAX_FILE or b"blk.0." in head)
+    if is_whole and not has_tensor(head, "token_embd.weight"):
+        return "it is not a language model: it has no tensor token_embd.weight"
+    return "it ranks documents; only text and embeddings are supported" if pooling == _RANK else ""
+
+
+def _read_transformers_facts(store: ImageLayout, aimage: AImage) -> TextFacts:
+    read = partial(_read_file, store, aimage)
+    config = parse_object("config.json", read("config.json") or b"{}")
+    if is_encoder(config):
+        return _read_encoder_facts(aimage, config, read)
+    template, context = _read_template(store, aimage), _find_context(aimage)
+    network: dict[str, Any] = {key: config.get(key) for key in ("model_type", "architectures")}
+    ability = Ability((COMPLETION,), MLX_LM, network)
+    if not (_has(aimage, "tokenizer.json") or _has(aimage, "vocab.json", "merges.txt")):
+        return TextFacts(replace(ability, fault=_NO_TOKENIZER), context, template)
+    try:
+        has_pooling = read_recipe(read).has_pooling
+    except ModelError as error:
+        return TextFacts(replace(ability, fault=str(error)), context, template)
+    if is_embedder(aimage):
+        fault = "" if has_pooling else "its files state no pooling of embeddings"
+        ability = replace(ability, capabilities=(EMBEDDING,), fault=fault)
+        return TextFacts(ability, context, "")
+    capabilities = (COMPLETION, EMBEDDING) if has_pooling else (COMPLETION,)
+    return _describe_writer(replace(ability, capabilities=capabilities), context, template)
+
+
+def _read_encoder_facts(aimage: AImage, config: Mapping[str, Any], read: Read) -> TextFacts:
+    ability = Ability((EMBEDDING,), ENCODER)
+    if not (_has(aimage, "tokenizer.json") or (_has(aimage, "vocab.txt") and has_words(config))):
+        return TextFacts(replace(ability, fault=_NO_TOKENIZER), None, "")
+    try:
+        _, recipe = read_encoder(config, read)
+    except ModelError as error:
+        return TextFacts(replace(ability, fault=error.message), None, "")
+    return TextFacts(ability, recipe.max_length, "")
+
+
+def _has(aimage: AImage, *names: str) -> bool:
+    return all(aimage.find(name) or aimage.find(f"model/{name}") for name in names)
+
+
+def _describe_writer(ability: Ability, context: int | None, template: str) -> TextFacts:
+    """Return the facts of a model that writes texts, with what its template adds."""
     capabilities = [CHAT] if template else []
-    capabilities += [COMPLETION]
-    capabilities += [EMBEDDING] if aimage.find(POOLING) else []
+    capabilities += ability.capabilities
     capabilities += [TOOLS] if _TOOLS.search(template) else []
     capabilities += [THINKING] if _THINKING.search(template) else []
-    return TextFacts(tuple(capabilities), context, template, is_final=_can_render())
+    ability = replace(ability, capabilities=tuple(capabilities))
+    return TextFacts(ability, context, template, is_final=_can_render())
 
 
 def _can_render() -> bool:
@@ -87,13 +164,23 @@ def _can_render() -> bool:
     return importlib.util.find_spec("jinja2") is not None
 
 
-def _read_gguf_head(store: ImageLayout, aimage: AImage) -> bytes:
-    """Return the first bytes of the first GGUF file, or nothing."""
+def _read_gguf_heads(store: ImageLayout, aimage: AImage) -> list[bytes]:
+    """Return the first bytes of each GGUF file of a model."""
+    heads: list[bytes] = []
     for layer in aimage.layers:
         if layer.descriptor.media_type == mediatype.AIMAGE_GGUF:
             with store.find_path(layer.descriptor).open("rb") as file:
-                return file.read(_MAX_FILE)
-    return b""
+                # The metadata are those of the first part
+                heads.append(file.read(_LEAST_HEAD if heads else _MAX_FILE))
+    return heads
+
+
+def _read_file(store: ImageLayout, aimage: AImage, name: str) -> bytes | None:
+    """Return the bytes of a file of a model, or None."""
+    layer = aimage.find(name) or aimage.find(f"model/{name}")
+    if layer is None:
+        return None
+    return read_all(store.open(layer.descriptor), layer.descriptor, _MAX_FILE)
 
 
 def _read_template(store: ImageLayout, aimage: AImage) -> str:
@@ -103,11 +190,6 @@ def _read_template(store: ImageLayout, aimage: AImage) -> str:
     except ModuleNotFoundError:
         return ""
 
-    def read(name: str) -> bytes | None:
-        layer = aimage.find(name) or aimage.find(f"model/{name}")
-        if layer is None:
-            return None
-        return read_all(store.open(layer.descriptor), layer.descriptor, _MAX_FILE)
-
+    read = partial(_read_file, store, aimage)
     config = parse_object(_CONFIG, data) if (data := read(_CONFIG)) else {}
     return find_templates(config, read).get("default", "")

@@ -1,0 +1,81 @@
+"""The ability of a model here: from its files, its runtime, and what is installed.
+
+Lists show what a model can do with what this installation has, and requests for anything else are
+refused before it is loaded. The part that follows from the files is derived once for a digest; the
+rest is asked each time.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from typing import Any
+
+from clowder_aimage.errors import UnrunnableError
+
+# Runtimes: of language models, of encoders of texts, of image models
+MLX_LM, LLAMA, ENCODER, PIPELINES = "mlx-lm", "llama.cpp", "the encoder", "pipelines"
+_GGUF = "convert it to GGUF, which llama.cpp may run"
+
+
+@dataclass(frozen=True, slots=True)
+class Ability:
+    """The part of an ability that the files of a model show.
+
+    capabilities: of which this installation has all or none. runtime: that computes them, empty
+    without one. network: the fields of config.json by which mlx-lm chooses its network. fault: the
+    reason why no runtime can, if there is one.
+    """
+
+    capabilities: tuple[str, ...] = ()
+    runtime: str = ""
+    network: dict[str, Any] = field(default_factory=dict)
+    fault: str = ""
+
+    def find_obstacle(self) -> tuple[str, str]:
+        """Return why the model cannot run here, and advice; two empty texts if it can."""
+        if self.fault:
+            return self.fault, ""
+        check = _CHECKS.get(self.runtime)
+        return ("", "") if check is None else check(self.network)
+
+    def list_capabilities(self) -> tuple[str, ...]:
+        """Return what the model can do here."""
+        return () if self.find_obstacle()[0] else self.capabilities
+
+    def check(self, name: object) -> None:
+        """Raise UnrunnableError if the model cannot run here."""
+        obstacle, advice = self.find_obstacle()
+        if obstacle:
+            raise UnrunnableError(f"{name} cannot run here: {obstacle}", hint=advice or None)
+
+
+def _find_missing(extra: str, *modules: str) -> tuple[str, str]:
+    missing = next((module for module in modules if find_spec(module) is None), None)
+    return (
+        ("", "") if missing is None else (f"{missing} is missing", f"install the extra [{extra}]")
+    )
+
+
+def _check_pipelines(_: Mapping[str, Any]) -> tuple[str, str]:
+    if find_spec("mlx") is not None or find_spec("torch") is not None:
+        return "", ""
+    return "neither MLX nor PyTorch is installed", "install the extra [mlx] or [torch]"
+
+
+def _check_mlx_lm(network: Mapping[str, Any]) -> tuple[str, str]:
+    if (missing := _find_missing("text", "mlx_lm"))[0]:
+        return missing
+    names = importlib.import_module("clowder_aimage.model.mlxlm.network_name")
+    obstacle: str = names.find_obstacle(network)
+    return obstacle, _GGUF if obstacle else ""
+
+
+_CHECKS: Mapping[str, Callable[[Mapping[str, Any]], tuple[str, str]]] = {
+    PIPELINES: _check_pipelines,
+    ENCODER: lambda _: _find_missing("mlx", "mlx", "tokenizers"),
+    MLX_LM: _check_mlx_lm,
+    LLAMA: lambda _: _find_missing("llama", "xllamacpp"),
+}
