@@ -28,6 +28,7 @@ from clowder_aimage.document.schema import (
     locate,
 )
 from clowder_aimage.document.strict_json import is_too_deep
+from clowder_aimage.document.unicode_text import recode_file
 from clowder_aimage.errors import FormatError, NotFoundError, UsageError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import (
@@ -116,7 +117,7 @@ def _validate_yaml(raw: bytes, name: str, schema: str) -> CheckedDocument:
     from clowder_aimage.document.yaml import read_yaml
 
     try:
-        value, lines = read_yaml(raw.decode("utf-8-sig"), name)
+        value, lines = read_yaml(recode_file(raw).decode("utf-8"), name)
     except (UnicodeDecodeError, FormatError) as error:
         wrong = Violation((), str(error).removeprefix(f"{name}, "))
         return CheckedDocument(name, schema or "config", [wrong])

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+from clowder_aimage.document.unicode_text import recode_file
 from clowder_aimage.errors import FormatError
 
 _T = TypeVar("_T")
@@ -24,7 +25,7 @@ def read_optional(path: Path | None, parse: Callable[[bytes], _T]) -> _T | None:
     ``parse`` raises ValueError, RecursionError or FormatError for empty and malformed content.
     """
     try:
-        return None if path is None else parse(_read(path))
+        return None if path is None else parse(recode_file(_read(path)))
     except (FileNotFoundError, NotADirectoryError):
         pass
     except (OSError, ValueError, RecursionError, FormatError) as error:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from clowder_aimage.document.optional_file import read_optional
 from clowder_aimage.document.strict_json import read_json
+from clowder_aimage.document.unicode_text import recode_file
 from clowder_aimage.errors import FormatError, UsageError
 
 if TYPE_CHECKING:
@@ -118,7 +119,7 @@ def _load_configuration(path: Path | None, *, is_optional: bool) -> dict[str, An
     if is_optional:
         return read_optional(path, load_document) or {}
     try:
-        return load_document(path.read_bytes())
+        return load_document(recode_file(path.read_bytes()))
     except (FileNotFoundError, NotADirectoryError):
         return {}
 
@@ -128,7 +129,7 @@ def _parse_configuration(path: Path, raw: bytes) -> dict[str, Any]:
         # Imported late: it takes 15 ms.
         from clowder_aimage.document.yaml import read_yaml
 
-        document = read_yaml(raw.decode("utf-8-sig"), path.name)[0]
+        document = read_yaml(raw.decode("utf-8"), path.name)[0]
         # A document of comments only is empty.
         document = {} if document is None else document
     elif not raw.strip():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
 from typing import Any
 
 from clowder_aimage.errors import FormatError
@@ -11,6 +12,17 @@ from clowder_aimage.errors import FormatError
 _ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 INVALID = "contains characters that are not valid Unicode"
+
+
+def recode_file(raw: bytes) -> bytes:
+    """Return a file that a person wrote in UTF-8, without a byte order mark.
+
+    Editors and shells of Windows write such marks, and UTF-16 after them. Raises
+    UnicodeDecodeError.
+    """
+    if raw.startswith((BOM_UTF16_LE, BOM_UTF16_BE)):
+        return raw.decode("utf-16").encode()
+    return raw.removeprefix(BOM_UTF8)
 
 
 def encode_text(text: str, label: str) -> bytes:

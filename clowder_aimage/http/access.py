@@ -14,6 +14,7 @@ from pathlib import Path
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
+from clowder_aimage.document.unicode_text import recode_file
 from clowder_aimage.errors import UsageError
 from clowder_aimage.http import PRODUCT
 from clowder_aimage.http.api_error import OCI, ApiError, find_interface
@@ -93,7 +94,7 @@ def _read_lines(path: Path) -> list[str]:
     try:
         if path.stat().st_mode & stat.S_IROTH:
             _log.warning("all users can read the file of tokens", extra={"path": str(path)})
-        return path.read_text("utf-8").splitlines()
+        return recode_file(path.read_bytes()).decode("utf-8").splitlines()
     except (OSError, ValueError) as error:
         raise UsageError(f"cannot read the tokens in {path}: {error}") from None
 

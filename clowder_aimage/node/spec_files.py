@@ -18,6 +18,7 @@ from pathlib import Path
 import tenacity
 
 from clowder_aimage.document.yaml import find_json_lines, format_position, read_yaml
+from clowder_aimage.document.unicode_text import recode_file
 from clowder_aimage.errors import AccessError, FormatError, NotFoundError
 from clowder_aimage.node.model_spec import HINT, ModelSpec, PlacedSpec, deduplicate, iter_specs
 from clowder_aimage.oci import read_json
@@ -131,7 +132,7 @@ def _read_content(path: Path) -> bytes:
 def _read_specs(path: Path, raw: bytes) -> Iterator[PlacedSpec]:
     file, origin = escape_unprintable(path), escape_unprintable(path.name)
     try:
-        text = raw.decode("utf-8-sig")
+        text = recode_file(raw).decode("utf-8")
     except UnicodeDecodeError as error:
         at = format_position(file, raw.count(b"\n", 0, error.start) + 1)
         raise FormatError(f"{at}: not UTF-8", hint="save it as UTF-8") from None

@@ -16,6 +16,7 @@ import click
 from clowder_aimage.cli.console.interruption import interruption
 from clowder_aimage.cli.console.output import format_fields, note
 from clowder_aimage.cli.console.remedy import format_advice
+from clowder_aimage.document.unicode_text import recode_file
 from clowder_aimage.errors import AImageError, UsageError
 
 # Bytes of stdin.
@@ -64,7 +65,7 @@ def _read_stdin() -> str:
     if len(data) > _MAX_PROMPT:
         raise UsageError(f"the prompt on stdin exceeds {_MAX_PROMPT} bytes")
     try:
-        return data.decode().strip()
+        return recode_file(data).decode().strip()
     except UnicodeDecodeError:
         raise UsageError("the prompt on stdin is not valid UTF-8 text") from None
 

@@ -11,6 +11,7 @@ import click
 
 from clowder_aimage.cli.console.option import options
 from clowder_aimage.cli.console.stored_name import resolve_reference
+from clowder_aimage.document.unicode_text import recode_file
 from clowder_aimage.errors import NotFoundError, UsageError
 from clowder_aimage.oci import Reference
 
@@ -74,7 +75,7 @@ def _read_instruction(name: str | None) -> str | None:
             data = file.read(MAX_INSTRUCTION + 1)
         if len(data) > MAX_INSTRUCTION:
             raise UsageError(f"--enhance-instruction: {name} exceeds {MAX_INSTRUCTION} bytes")
-        if not (text := data.decode().strip()):
+        if not (text := recode_file(data).decode().strip()):
             raise UsageError(f"--enhance-instruction: {name} is empty")
         return text
     except FileNotFoundError:

@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from clowder_aimage.cli.console.option import TextOption, options
+from clowder_aimage.document.unicode_text import recode_file
 from clowder_aimage.errors import FormatError, NotFoundError, UsageError
 from clowder_aimage.model.text.language_model import Sampling, TextRequest
 from clowder_aimage.oci import read_json
@@ -81,7 +82,7 @@ def _read_schema(name: str | None) -> dict[str, Any] | None:
         return None if name is None else {}
     try:
         with Path(name).open("rb") as file:
-            data = file.read(_MAX_SCHEMA + 1)
+            data = recode_file(file.read(_MAX_SCHEMA + 1))
         schema = read_json(data, name, _MAX_SCHEMA)
     except FileNotFoundError:
         raise NotFoundError(f"--schema: {name} not found") from None
@@ -89,6 +90,8 @@ def _read_schema(name: str | None) -> dict[str, Any] | None:
         raise UsageError(f"--schema: cannot read {name}: {error.strerror}") from None
     except FormatError as error:
         raise UsageError(f"--schema: {error.message}") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"--schema: {name} is not valid UTF-16 text") from None
     if not isinstance(schema, dict):
         raise UsageError(f"--schema: {name} is not a JSON object")
     return schema

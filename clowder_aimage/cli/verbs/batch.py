@@ -28,6 +28,7 @@ from clowder_aimage.engine.batch_line import (
     BatchRequest,
     read_line,
 )
+from clowder_aimage.document.unicode_text import recode_file
 from clowder_aimage.errors import AImageError, FormatError, NotFoundError, UsageError
 from clowder_aimage.oci import Reference, read_json
 
@@ -92,11 +93,13 @@ def read_batch(file: Path) -> Iterator[BatchRequest]:
     """Yield the requests of a file. Raises NotFoundError, UsageError with the malformed line."""
     custom_ids = set[str]()
     try:
-        lines = file.read_bytes().splitlines()
+        lines = recode_file(file.read_bytes()).splitlines()
     except FileNotFoundError:
         raise NotFoundError(f"no such file: {file}") from None
     except OSError as error:
         raise UsageError(f"cannot read {file}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"cannot read {file}: not valid UTF-16 text") from None
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
