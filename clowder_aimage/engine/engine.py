@@ -334,7 +334,7 @@ class Engine:
         emit: Emit,
     ) -> None:
         """Wait for the model and serve the request; raise DiedError if its process dies."""
-        if isinstance(parameters, TextRequest) and parameters.schema is not None:
+        if isinstance(parameters, TextRequest) and parameters.has_grammar:
             await self._try_schema(request, stored, parameters, emit)
         model = await self._wait_for_turn(request, stored, emit)
         if parameters is not None:

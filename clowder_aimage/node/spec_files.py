@@ -17,8 +17,8 @@ from pathlib import Path
 
 import tenacity
 
-from clowder_aimage.document.yaml import find_json_lines, format_position, read_yaml
 from clowder_aimage.document.unicode_text import recode_file
+from clowder_aimage.document.yaml import find_json_lines, format_position, read_yaml
 from clowder_aimage.errors import AccessError, FormatError, NotFoundError
 from clowder_aimage.node.model_spec import HINT, ModelSpec, PlacedSpec, deduplicate, iter_specs
 from clowder_aimage.oci import read_json

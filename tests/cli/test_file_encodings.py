@@ -37,7 +37,7 @@ def read_config(path: Path) -> Any:
 
 def read_prompt(path: Path, patch: pytest.MonkeyPatch) -> str | None:
     stdin = SimpleNamespace(buffer=io.BytesIO(path.read_bytes()), isatty=lambda: False)
-    patch.setattr(prompt_loop.sys, "stdin", stdin)
+    patch.setattr("sys.stdin", stdin)
     return prompt_loop.read_prompt(("-",))
 
 

@@ -37,7 +37,8 @@ CHAT: dict[str, Any] = {
     ],
     "tools": [TOOL],
     "stream_options": {},
-    "response_format": {"type": "text"},
+    "response_format": {"type": "text", "json_schema": {}},
+    "tool_choice": {"type": "function", "function": {"name": "look"}},
     "chat_template_kwargs": {},
 }
 OLLAMA_CHAT: dict[str, Any] = {

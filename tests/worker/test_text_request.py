@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -15,10 +16,11 @@ from clowder_aimage.api.text.request import ChatRequest, CompletionRequest, Embe
 from clowder_aimage.http.api_error import ApiError
 from clowder_aimage.http.local_request import RESPONSE_HEADERS, LocalRequest
 from clowder_aimage.http.route import INFER
-from clowder_aimage.model.text.language_model import MAX_SEED
+from clowder_aimage.model.text.language_model import MAX_SEED, TextRequest
 
 USER = {"role": "user", "content": "hello"}
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+NAMED = {"name": "a", "schema": {"enum": [1]}, "strict": True}
 CALL = {"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"at": 1}'}}
 
 
@@ -84,6 +86,46 @@ def test_parameters_are_passed_on() -> None:
 
 
 @pytest.mark.parametrize(
+    "stated",
+    [
+        {"type": "json_schema", "json_schema": NAMED},
+        {"type": "json_schema", "schema": NAMED["schema"]},
+        {"type": "json_object", "schema": NAMED["schema"], "json_schema": None},
+        {"type": "json_object", "json_schema": NAMED},
+    ],
+    ids=str,
+)
+def test_a_schema_has_one_meaning_wherever_it_is(stated: dict[str, Any]) -> None:
+    body = chat(response_format=stated)
+    assert body.build_requests()[0].schema == {"enum": [1]}
+    assert not [*body.iter_ignored()]
+    prompt = check_fields({"prompt": "a", "format": NAMED["schema"]}, OllamaPromptBody)
+    assert prompt.request().schema == {"enum": [1]}
+
+
+@pytest.mark.parametrize(
+    ("stated", "names", "has_one"),
+    [
+        ("auto", (), False),
+        ("none", (), False),
+        ("required", ("look", "stop"), False),
+        ({"type": "required"}, ("look", "stop"), False),
+        ({"type": "function", "function": {"name": "stop"}}, ("stop",), True),
+    ],
+    ids=str,
+)
+def test_calls_are_forced_by_tool_choice(
+    stated: object, names: tuple[str, ...], has_one: bool
+) -> None:
+    tools = [TOOL, {"type": "function", "function": {"name": "stop"}}]
+    (request,) = chat(tools=tools, tool_choice=stated).build_requests()
+    assert (request.must_call, request.has_one_call) == (names, has_one)
+    (request,) = chat(tools=tools, tool_choice=stated, parallel_tool_calls=False).build_requests()
+    assert request.has_one_call
+    assert TextRequest.from_json(asdict(request)) == request
+
+
+@pytest.mark.parametrize(
     ("fields", "param"),
     [
         ({"messages": []}, "messages"),
@@ -107,7 +149,15 @@ def test_parameters_are_passed_on() -> None:
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": "sometimes", "tools": [TOOL]}, "tool_choice.type"),
+        ({"tool_choice": {"type": "function"}, "tools": [TOOL]}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "look"}}}, "tool_choice"),
+        ({"response_format": {"type": "text", "schema": {}}}, "response_format"),
+        (
+            {"response_format": {"type": "json_object", "schema": {}, "json_schema": NAMED}},
+            "response_format",
+        ),
+        ({"response_format": {"type": "json_object", "schema": []}}, "response_format.schema"),
         ({"functions": [{"name": "look"}]}, "functions"),
         ({"logit_bias": {"1": 2}}, "logit_bias"),
         ({"modalities": ["audio"]}, "modalities[0]"),

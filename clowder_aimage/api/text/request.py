@@ -182,45 +182,97 @@ class TextBody(SamplingFields, GenerationBody):
         return [replace(request, sampling=replace(sampling, seed=number)) for number in seeds]
 
 
-_IF_SCHEMA: JsonDict = {
-    "if": {"properties": {"type": {"const": "json_schema"}}},
-    "then": {
-        "required": ["json_schema"],
-        "properties": {
-            "json_schema": {
-                "type": "object",
-                "required": ["schema"],
-                "properties": {"schema": {"type": "object"}},
-            }
+_NAMED: JsonDict = {"required": ["schema"], "properties": {"schema": {"type": "object"}}}
+_UNNAMED: JsonDict = {"properties": {"schema": {"type": "null"}}}
+_WITHOUT: JsonDict = {"properties": {"json_schema": {"anyOf": [{"type": "null"}, _UNNAMED]}}}
+# A schema in one of two places: needed by json_schema, and not with text
+_SCHEMA_PLACES: JsonDict = {
+    "anyOf": [
+        {"required": ["json_schema"], "properties": {"json_schema": {"type": "object", **_NAMED}}},
+        _NAMED,
+        {"properties": {"type": {"enum": ["text", "json_object"]}}},
+    ],
+    "allOf": [
+        {"anyOf": [_UNNAMED, _WITHOUT]},
+        {
+            "anyOf": [
+                {"properties": {"type": {"enum": ["json_object", "json_schema"]}}},
+                {"allOf": [_UNNAMED, _WITHOUT]},
+            ]
         },
-    },
+    ],
 }
+
+
+class NamedSchema(RequestBody):
+    """A JSON Schema. An answer always observes it strictly."""
+
+    # A label
+    NO_EFFECT = frozenset({"name"})
+
+    value: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool = Field(default=True, description="No difference: the schema is observed.")
 
 
 class TextFormat(RequestBody):
     """Text, a JSON object, or JSON of a schema."""
 
-    model_config = ConfigDict(json_schema_extra=_IF_SCHEMA)
+    model_config = ConfigDict(json_schema_extra=_SCHEMA_PLACES)
 
     type: Literal["text", "json_object", "json_schema"]
-    json_schema: dict[str, Any] | None = Field(
+    json_schema: NamedSchema | None = Field(
+        default=None, description="An object whose `schema` is a JSON Schema."
+    )
+    bare_schema: dict[str, Any] | None = Field(
         default=None,
-        description="An object whose `schema` is a JSON Schema; needed by json_schema.",
+        alias="schema",
+        description="A JSON Schema in place of that in `json_schema`, as at llama.cpp. An "
+        "extension.",
     )
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.type == "json_schema" and self.value is None:
+        count = len(self._schemas)
+        if self.type == "text" and count:
+            raise ValueError("has a schema: it needs the type json_schema or json_object")
+        if count > 1:
+            raise ValueError("has two schemas: in json_schema, and beside it")
+        if self.type == "json_schema" and not count:
             raise ValueError("needs json_schema with a schema, a JSON object")
         return self
 
     @property
-    def value(self) -> Mapping[str, Any] | None:
+    def _schemas(self) -> list[dict[str, Any]]:
+        named = None if self.json_schema is None else self.json_schema.value
+        return [schema for schema in (named, self.bare_schema) if schema is not None]
+
+    @property
+    def schema_of_answer(self) -> Mapping[str, Any] | None:
         """The JSON Schema of the answer; an empty one is any JSON object."""
-        if self.type == "text":
-            return None
-        schema = (self.json_schema or {}).get("schema") if self.type == "json_schema" else {}
-        return schema if isinstance(schema, dict) else None
+        return None if self.type == "text" else next(iter(self._schemas), {})
+
+
+class NamedFunction(RequestBody):
+    """A function of ``tools``."""
+
+    name: str
+
+
+def _read_tool_choice(value: object) -> object:
+    return {"type": value} if isinstance(value, str) else value
+
+
+class ToolChoice(RequestBody):
+    """The function that the answer must call, or whether it calls any."""
+
+    type: Literal["auto", "none", "required", "function"] = "auto"
+    function: NamedFunction | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if (self.type == "function") != (self.function is not None):
+            raise ValueError("must have the type function, and a function with a name")
+        return self
 
 
 class TemplateFields(RequestBody):
@@ -252,8 +304,16 @@ class ChatRequest(TextBody):
         description="Functions that the model may call. An error (400) where its template has no "
         "tools.",
     )
-    tool_choice: Annotated[Any, WithJsonSchema({"enum": ["auto", "none"]})] = Field(
-        default="auto", description="A model cannot be made to call a function."
+    tool_choice: Annotated[
+        ToolChoice,
+        BeforeValidator(
+            _read_tool_choice,
+            json_schema_input_type=Literal["auto", "none", "required"] | ToolChoice,
+        ),
+    ] = Field(
+        default=ToolChoice(),
+        description="`required`, or an object with the name of a function: the answer calls some, "
+        "or that one. An error (400) where the runtime of the model has no grammars.",
     )
     parallel_tool_calls: bool = Field(
         default=True, description="false returns only the first call."
@@ -282,10 +342,20 @@ class ChatRequest(TextBody):
         if self.functions or self.function_call is not None:
             name = "functions" if self.functions else "function_call"
             raise build_field_error(name, "is not supported: use tools", "unsupported_value")
-        if self.tool_choice not in ("auto", "none"):
-            allowed = 'must be "auto" or "none": a model cannot be made to call a function'
-            raise build_field_error("tool_choice", allowed, "unsupported_value")
+        names = [tool.function.name for tool in self.tools]
+        if (function := self.tool_choice.function) and function.name not in names:
+            raise build_field_error("tool_choice", "names a function that tools does not have")
+        if self.tool_choice.type == "required" and not names:
+            raise build_field_error("tool_choice", "requires tools")
         return self
+
+    @property
+    def _must_call(self) -> tuple[str, ...]:
+        """The names of the functions of which the answer calls some."""
+        if self.tool_choice.function is not None:
+            return (self.tool_choice.function.name,)
+        is_required = self.tool_choice.type == "required"
+        return tuple(tool.function.name for tool in self.tools) if is_required else ()
 
     @property
     def _thinking(self) -> bool | None:
@@ -296,15 +366,18 @@ class ChatRequest(TextBody):
 
     def build_requests(self) -> list[TextRequest]:
         """Return the request of each choice."""
-        tools = () if self.tool_choice == "none" else tuple(tool.to_dict() for tool in self.tools)
+        tools = tuple(tool.to_dict() for tool in self.tools)
+        is_named = self.tool_choice.function is not None
         request = TextRequest(
             messages=tuple(message.to_dict() for message in self.messages),
-            tools=tools,
+            tools=() if self.tool_choice.type == "none" else tools,
             max_tokens=self.max_completion_tokens or self.max_tokens,
             sampling=self.build_sampling(),
             stop=tuple(self.stop),
             alternatives=(self.top_logprobs or 0) if self.logprobs else None,
-            schema=self.response_format.value if self.response_format else None,
+            schema=self.response_format.schema_of_answer if self.response_format else None,
+            must_call=self._must_call,
+            has_one_call=is_named or not self.parallel_tool_calls,
             thinking=self._thinking,
         )
         return self._repeat(request)

@@ -20,6 +20,7 @@ from clowder_aimage.cli.console.progress import Progress
 from clowder_aimage.cli.console.worker_connection import connect_worker, refuse_options
 from clowder_aimage.content.atomic_file import open_atomic, write_all
 from clowder_aimage.content.file_system import sync_file
+from clowder_aimage.document.unicode_text import recode_file
 from clowder_aimage.engine.batch_line import (
     MAX_FILE,
     MAX_LINES,
@@ -28,7 +29,6 @@ from clowder_aimage.engine.batch_line import (
     BatchRequest,
     read_line,
 )
-from clowder_aimage.document.unicode_text import recode_file
 from clowder_aimage.errors import AImageError, FormatError, NotFoundError, UsageError
 from clowder_aimage.oci import Reference, read_json
 

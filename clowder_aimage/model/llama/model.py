@@ -18,7 +18,7 @@ from clowder_aimage.formats.gguf import resolve_quantization
 from clowder_aimage.model.llama.digit_bound import DigitBound
 from clowder_aimage.model.llama.gguf_check import GgufFacts, check_adapter, check_model
 from clowder_aimage.model.llama.gguf_layers import GgufLayers, read_layers
-from clowder_aimage.model.llama.grammar import Grammars
+from clowder_aimage.model.llama.grammar import Grammar, Grammars
 from clowder_aimage.model.llama.params import (
     STEP,
     fit_context,
@@ -29,6 +29,7 @@ from clowder_aimage.model.llama.params import (
 from clowder_aimage.model.llama.request import ModelParams, parse_tokens, split_drawn_tokens
 from clowder_aimage.model.llama.server import LlamaServer
 from clowder_aimage.model.text.chat_template import ChatTemplate, check_request, require_template
+from clowder_aimage.model.text.forced_call import CallStream, build_call_schema, open_call
 from clowder_aimage.model.text.language_model import (
     CHAT,
     COMPLETION,
@@ -49,7 +50,7 @@ from clowder_aimage.model.text.language_model import (
     require,
     require_characters,
 )
-from clowder_aimage.model.text.stream import TextStream, is_in_thoughts
+from clowder_aimage.model.text.stream import THOUGHT, TextStream, is_in_thoughts
 from clowder_aimage.model.text.tool_call_format import call_format
 
 __all__ = ["LlamaModel", "get_default_memory", "load"]
@@ -171,17 +172,15 @@ class LlamaModel:
     def try_schema(self, request: TextRequest, is_cancelled: Callable[[], bool]) -> None:
         """Try the grammar of a request; see LanguageModel."""
         check_request(request, self.capabilities)
-        if request.schema is not None:
-            self._grammars.build(request.schema, is_cancelled)
+        if request.has_grammar:
+            self._build_grammar(request, is_cancelled)
 
     def prepare(self, request: TextRequest, is_cancelled: Callable[[], bool]) -> None:
         """Wait until the grammar of a request may be used; see LanguageModel."""
         check_request(request, self.capabilities)
-        if request.schema is None:
+        if not request.has_grammar:
             return
-        end = time.monotonic() + self._grammars.reserve(
-            self._grammars.build(request.schema, is_cancelled)
-        )
+        end = time.monotonic() + self._grammars.reserve(self._build_grammar(request, is_cancelled))
         while (seconds := end - time.monotonic()) > 0 and not is_cancelled():
             time.sleep(min(seconds, _INTERVAL))
 
@@ -199,8 +198,8 @@ class LlamaModel:
         server, drawn = self._server, request.begun
         stream.resume(drawn, [drawn.text.encode()])
         digits = None
-        if request.schema is not None:
-            body["grammar"] = self._grammars.build(request.schema).text
+        if request.has_grammar:
+            body["grammar"] = self._build_grammar(request).text
             digits = DigitBound()
             digits.feed(drawn.text)
             # Grammars of this type begin with the text that the server has
@@ -211,22 +210,39 @@ class LlamaModel:
         next(text)  # raises at once
         return text
 
+    def _build_grammar(
+        self, request: TextRequest, is_cancelled: Callable[[], bool] = lambda: False
+    ) -> Grammar:
+        """Return the grammar of the text. Raises UsageError with the field of the request."""
+        if not request.must_call:
+            return self._grammars.build(request.schema or {}, is_cancelled)
+        form = call_format(require_template(self._template).source)
+        try:
+            return self._grammars.build(build_call_schema(request, form), is_cancelled)
+        except UsageError as error:
+            error.facts["field"] = "tools"
+            raise
+
     def _begin(self, request: TextRequest) -> tuple[str, TextStream]:
         """Return the prompt of a request, and the stream for its text."""
         stop = (*request.stop, *self._params.stop)
         if request.prompt is not None:
             return request.prompt, TextStream(stop)
         template = require_template(self._template)
-        has_schema = request.schema is not None
-        if has_schema and template.has_thinking and request.thinking is None:
-            # The schema has no room for thoughts
+        has_grammar = request.has_grammar
+        if has_grammar and template.has_thinking and request.thinking is None:
+            # The grammar has no room for thoughts
             request = replace(request, thinking=False)
         text = template.render(replace(request, messages=self._build_messages(request)))
+        if has_grammar and is_in_thoughts(text):
+            text = f"{text.rstrip()}\n{THOUGHT}\n\n"
+        if request.must_call:
+            return text + open_call(call_format(template.source)), CallStream(request.tools)
         return text, TextStream(
             stop,
             calls=call_format(template.source) if request.tools else None,
             tools=request.tools,
-            is_thinking=is_in_thoughts(text) and not has_schema,
+            is_thinking=is_in_thoughts(text),
             has_thinking=template.has_thinking,
         )
 

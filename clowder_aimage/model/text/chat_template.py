@@ -19,7 +19,7 @@ import jinja2.parser
 from clowder_aimage.document.strict_json import read_json
 from clowder_aimage.document.template import RenderError, SandboxedTemplate, TemplateLimits
 from clowder_aimage.errors import ChatTemplateError, FormatError, UsageError
-from clowder_aimage.model.text.language_model import TextRequest, require
+from clowder_aimage.model.text.language_model import GRAMMAR, TextRequest, require
 from clowder_aimage.tensor.config_fields import parse_object
 
 _ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
@@ -215,6 +215,12 @@ def check_request(request: TextRequest, capabilities: frozenset[str]) -> None:
         require(capabilities, "thinking", "thinking")
     if request.schema is not None:
         require(capabilities, "grammar", "response_format")
+    if request.must_call and GRAMMAR not in capabilities:
+        raise UsageError(
+            "the model cannot be made to call a function: its runtime has no grammars",
+            hint='use a model in GGUF, or "auto"',
+            field="tool_choice",
+        )
     if request.alternatives is not None:
         require(capabilities, "logprobs", "logprobs")
 

@@ -106,8 +106,9 @@ class TextRequest:
     stop: strings that end the text and are not part of it. alternatives: the number of most
     probable tokens that are returned for each token, with its own log probability; None for no log
     probabilities. schema: the JSON Schema of the answer; an empty one is any JSON object. thinking:
-    the template's ``enable_thinking``; None for its default. begun: tokens of the text that were
-    drawn before. The text continues after them; ``max_tokens`` includes them.
+    the template's ``enable_thinking``; None for its default. must_call: names of tools of which the
+    answer calls some, and says nothing else; one call if it ``has_one_call``. begun: tokens of the
+    text that were drawn before. The text continues after them; ``max_tokens`` includes them.
     """
 
     messages: tuple[Mapping[str, Any], ...] = ()
@@ -119,7 +120,14 @@ class TextRequest:
     alternatives: int | None = None
     schema: Mapping[str, Any] | None = None
     thinking: bool | None = None
+    must_call: tuple[str, ...] = ()
+    has_one_call: bool = False
     begun: DrawnTokens = _NONE
+
+    @property
+    def has_grammar(self) -> bool:
+        """Return True if the text has to follow a grammar."""
+        return self.schema is not None or bool(self.must_call)
 
     def __post_init__(self) -> None:
         """Reject fields that are out of bounds. Raises UsageError."""
@@ -136,7 +144,7 @@ class TextRequest:
     def from_json(cls, value: Mapping[str, Any]) -> TextRequest:
         """Return the request of an ``asdict``, which may lack fields. Raises UsageError."""
         fields = {**value}
-        for name in fields.keys() & {"messages", "tools", "stop"}:
+        for name in fields.keys() & {"messages", "tools", "stop", "must_call"}:
             fields[name] = tuple(value[name])
         if "sampling" in fields:
             fields["sampling"] = Sampling(**value["sampling"])

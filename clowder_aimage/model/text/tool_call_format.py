@@ -14,6 +14,7 @@ The chat template shows the form that a model writes:
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -31,6 +32,8 @@ _FUNCTION = re.compile(r"<function=([^<>\s]{1,256})>")
 _PARAMETER = re.compile(r"<parameter=([^<>\s]{1,256})>\n?")
 _ARGUMENT = re.compile(r"</arg_key>\s*<arg_value>")
 _DECODER = json.JSONDecoder()
+# Between the items of a list that a grammar allows
+_SEPARATOR = ", "
 _ARGUMENTS = re.compile(r"\s*(?:\[TOOL_CALLS\])?\s*([\w.:/-]{1,256})\s*(?:\[ARGS\])?\s*(?=\{)")
 Tools = Sequence[Mapping[str, Any]]
 
@@ -169,3 +172,14 @@ def _parse_value(text: str, kind: Any) -> Any:
         return read_json(text.encode(), "a parameter")
     except (FormatError, UnicodeEncodeError):
         return text
+
+
+def list_complete_items(text: str, most: int) -> list[str]:
+    """Return the texts of the first complete objects in a list, as a grammar writes it."""
+    items, start = list[str](), 1
+    with contextlib.suppress(ValueError, RecursionError):
+        while len(items) < most:
+            _, end = _DECODER.raw_decode(text, start)
+            items.append(text[start:end])
+            start = end + len(_SEPARATOR)
+    return items
