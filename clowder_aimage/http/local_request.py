@@ -92,6 +92,13 @@ class LocalRequest(dict[str, Any]):
 
 
 Request = web.Request | LocalRequest
+
+
+def count_body(request: Request) -> int:
+    """Return the bytes of the body that have been read."""
+    return request.size if isinstance(request, LocalRequest) else int(request["body"].amount)
+
+
 # The entry of a request with headers of its response, whatever the status of that is
 RESPONSE_HEADERS = "response_headers"
 

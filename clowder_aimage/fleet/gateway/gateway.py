@@ -63,7 +63,7 @@ from clowder_aimage.http.api_error import (
 from clowder_aimage.http.background import run_in_background, run_in_daemon_thread
 from clowder_aimage.http.caller import identify_caller
 from clowder_aimage.http.caller_ledger import CallerBounds
-from clowder_aimage.http.local_request import Request
+from clowder_aimage.http.local_request import Request, count_body
 from clowder_aimage.oci import Digest, Reference
 
 # Jobs of a model on the queue that are not begun, at least.
@@ -214,6 +214,7 @@ class JobGateway:
             fields={**parsed.fields, **parsed.chosen},
             is_form=parsed.is_form,
             timeout=self._deadline,
+            size=count_body(request),
         )
 
     async def _find(self, request: Request, parsed: ParsedRequest) -> FleetModel:

@@ -13,6 +13,7 @@ from nats.js.errors import Error as JetStreamError
 from nats.js.errors import NotFoundError
 
 from clowder_aimage.engine.admission import compute_share
+from clowder_aimage.engine.executor import run_io
 from clowder_aimage.errors import NetworkError
 from clowder_aimage.fleet.frame import CHUNK
 from clowder_aimage.fleet.job.envelope import BODY, INLINE, JOB, TICKET, StoredBody
@@ -72,7 +73,9 @@ class JobQueue:
         job, names = queued.job, self._link.names
         await self._make_consumer(queued, IDLE / 2)
         subject = names.build_job_subject(job.priority, queued.digest, job.caller)
-        payload, headers = job.encode(), {JOB: job.id, TICKET: queued.ticket.encode()}
+        # With pictures it takes too long for the event loop.
+        payload = await run_io(job.encode) if job.size > INLINE else job.encode()
+        headers = {JOB: job.id, TICKET: queued.ticket.encode()}
         if len(payload) > INLINE:
             body = queued.body or await self._upload(payload, queued)
             headers[BODY], payload = body.encode(), b""

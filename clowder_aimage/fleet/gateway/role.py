@@ -32,7 +32,7 @@ from clowder_aimage.http.api_error import RETRY_AFTER, ApiError
 from clowder_aimage.http.background import run_in_background
 from clowder_aimage.http.caller_ledger import CallerBounds, CallerLedger
 from clowder_aimage.http.local_call import LocalCalls
-from clowder_aimage.http.local_request import LocalRequest, Request
+from clowder_aimage.http.local_request import Request, count_body
 from clowder_aimage.http.metrics_role import MetricsRole
 from clowder_aimage.http.route import ADMIN, INFER, Exchange, Role, Route, serve, share
 from clowder_aimage.oci import Digest, Reference
@@ -127,7 +127,7 @@ class GatewayRole(Role):
         parsed = await self._validator.read(request)
         if parsed.unloads:
             return await self._unload(request, parsed)
-        size = request.size if isinstance(request, LocalRequest) else request["body"].amount
+        size = count_body(request)
         # Smaller ones are in the message of the job
         with self._link.hold_space(size if size > INLINE else 0):
             return await self._gateway.answer(request, parsed, headers)

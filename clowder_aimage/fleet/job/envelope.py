@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from nats.aio.msg import Msg
 from nats.js.errors import NotFoundError
 
+from clowder_aimage.engine.executor import run_io
 from clowder_aimage.errors import FormatError, VerificationError
 from clowder_aimage.fleet.field import is_id
 from clowder_aimage.fleet.frame import CHUNK
@@ -88,13 +89,16 @@ class JobEnvelope:
 
     async def read(self, link: FleetLink) -> FleetJob:
         """Return the job. Raises FormatError, VerificationError, and the exceptions of LOST."""
-        data = self.data if self.body is None else await self._read_body(link, self.body)
-        job = FleetJob.decode(data)
+        if self.body is None:
+            job = FleetJob.decode(self.data)
+        else:
+            chunks = await self._read_chunks(link, self.body)
+            job = await run_io(_decode_chunks, chunks, self.body)
         if job.id != self.id:
             raise VerificationError("the id of the job is not that of its message")
         return job
 
-    async def _read_body(self, link: FleetLink, body: StoredBody) -> bytes:
+    async def _read_chunks(self, link: FleetLink, body: StoredBody) -> list[bytes]:
         chunks = []
         for number in range(body.chunks):
             subject = link.names.build_body_subject(body.upload, number)
@@ -105,7 +109,11 @@ class JobEnvelope:
             except NotFoundError:
                 raise FormatError("the body of the job has expired") from None
             chunks.append(message.data or b"")
-        data = b"".join(chunks)
-        if hashlib.sha256(data).hexdigest() != body.digest:
-            raise VerificationError("the body of the job does not have its digest")
-        return data
+        return chunks
+
+
+def _decode_chunks(chunks: list[bytes], body: StoredBody) -> FleetJob:
+    data = b"".join(chunks)
+    if hashlib.sha256(data).hexdigest() != body.digest:
+        raise VerificationError("the body of the job does not have its digest")
+    return FleetJob.decode(data)

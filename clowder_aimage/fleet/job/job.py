@@ -33,7 +33,7 @@ class FleetJob:
     ``scope`` is that of the client's token, ``caller`` an opaque name of the client. ``fields`` are
     those of the body, of a form as texts, bytes of files, or lists of them; None without a body.
     ``timeout`` is in seconds.
-    ``size`` is the number of bytes of the encoded job.
+    ``size`` is the number of bytes of the encoded job, before that of the request's body.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)
