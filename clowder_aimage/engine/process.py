@@ -29,6 +29,7 @@ from clowder_aimage.layout.layered_store import LayeredStore
 from clowder_aimage.layout.stored_aimage import StoredAImage
 from clowder_aimage.model.library_choice import parse_library_options
 from clowder_aimage.model.process_memory import read_resident_memory
+from clowder_aimage.model.refusal import refuse_unrunnable
 from clowder_aimage.model.text.language_model import (
     EmbeddingRequest,
     Embeddings,
@@ -183,6 +184,8 @@ class ModelProcess:
         names = ("dtype", "context", "parallel", "memory", "models")
         options = {name: command[name] for name in names if command.get(name) is not None}
         self._model = model = load_language_model(store, stored.aimage, **options)
+        for warning in model.warnings:
+            _log.warning("%s", warning)
         # Not with a GPU: its driver maps more than the machine's memory
         if model.device.startswith("cpu"):
             machine.limit_memory(machine.read_memory_limit())
@@ -358,7 +361,8 @@ def _load_model(library: dict[str, Any], *content: Any, finder: Any) -> Any:
     try:
         from clowder_aimage import generate
 
-        return generate.load(*content, **parse_library_options(library), finder=finder)
+        with refuse_unrunnable():
+            return generate.load(*content, **parse_library_options(library), finder=finder)
     except UsageError as error:
         # Clients see messages only
         advice = f" ({error.hint})" if error.hint else ""

@@ -20,12 +20,14 @@ from clowder_aimage.engine.event import EventLog, ModelRequest
 from clowder_aimage.engine.metric import Metrics
 from clowder_aimage.engine.queued_request import ModelSlot, QueuedRequest
 from clowder_aimage.engine.runner import Runner
-from clowder_aimage.errors import AImageError, ModelError, NoMemoryError
+from clowder_aimage.errors import AImageError, ModelError, NoMemoryError, UnrunnableError
 from clowder_aimage.generation.request import GenerateRequest
 from clowder_aimage.layout.stored_aimage import StoredAImage
 from clowder_aimage.oci import Digest
 
 _log = logging.getLogger("aimage.worker")
+# Models whose refusal is remembered
+_MAX_REFUSED = 1000
 
 
 @dataclass(slots=True, eq=False)
@@ -48,6 +50,7 @@ class ModelScheduler:
     _queue: list[QueuedRequest] = field(default_factory=list)
     _loads: set[asyncio.Task[Runner]] = field(default_factory=set)
     _unloads: set[asyncio.Task[None]] = field(default_factory=set)
+    _refused: dict[Digest, UnrunnableError] = field(default_factory=dict)
 
     @property
     def models(self) -> list[ModelSlot]:
@@ -68,7 +71,12 @@ class ModelScheduler:
     # -- the queue
 
     def enter(self, request: QueuedRequest, stored: StoredAImage) -> ModelSlot:
-        """Queue a request, ordered by its number."""
+        """Queue a request, ordered by its number.
+
+        Raises UnrunnableError: the files of the model were refused before.
+        """
+        if (refused := self._refused.get(stored.descriptor.digest)) is not None:
+            raise UnrunnableError(refused.message, **refused.advice)
         model = self._get_slot(request, stored)
         model.arrival = {}
         model.users += 1
@@ -269,6 +277,10 @@ class ModelScheduler:
             if not isinstance(error, AImageError):
                 _log.error("cannot load a model", exc_info=error)
                 error = ModelError(f"cannot load the model: {type(error).__name__}")
+            if isinstance(error, UnrunnableError):
+                self._refused[model.digest] = error
+                while len(self._refused) > _MAX_REFUSED:
+                    del self._refused[next(iter(self._refused))]
             for request in self._list_waiting(model):
                 request.interrupt(error)
         else:

@@ -41,6 +41,7 @@ class FakeModel:
     parallel: int = 1
     device: str = "fake"
     dtype: str = "float32"
+    warnings: tuple[str, ...] = ()
 
     def take_over(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Replace the runtimes in this process."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from clowder_aimage.errors import FormatError, ModelError, UsageError
+from clowder_aimage.errors import NoMemoryError, UnrunnableError, UsageError
 from clowder_aimage.model.mlxlm import generation as text_generation
 from clowder_aimage.model.mlxlm.model import CachePlan
 from clowder_aimage.model.text.language_model import (
@@ -103,7 +103,7 @@ def test_defaults_come_from_generation_config(tmp_path: Path) -> None:
     assert len({text_of(write(greedy, sampling=Sampling())) for _ in range(3)}) == 1
     sampled = load(write_model(tmp_path / "s"))
     assert len({text_of(write(sampled, sampling=Sampling())) for _ in range(3)}) > 1
-    with pytest.raises(ModelError, match=r"generation_config\.json: top_p"):
+    with pytest.raises(UnrunnableError, match=r"generation_config\.json: top_p"):
         load(write_model(tmp_path / "b", generation={"top_p": 7}))
 
 
@@ -217,20 +217,21 @@ def test_embeddings_of_a_model_without_pooling_are_refused(model: Any) -> None:
         ({"num_hidden_layers": 3}, "do not fit config"),
         ({"num_hidden_layers": "2"}, "does not fit qwen3"),
         ({"hidden_size": 128}, "do not fit config"),
+        ({"vocab_size": None}, "lacks vocab_size, which the network of qwen3 needs"),
     ],
 )
 def test_configurations_that_do_not_fit(tmp_path: Path, config: Any, text: str) -> None:
     directory = write_model(tmp_path / "m")
     path = directory / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | config))
-    with pytest.raises((ModelError, FormatError), match=text) as raised:
+    with pytest.raises(UnrunnableError, match=text) as raised:
         load(directory)
     assert len(raised.value.message) < 700
 
 
 def test_memory_that_is_insufficient_is_a_sentence(tmp_path: Path) -> None:
     directory = write_model(tmp_path / "m")
-    with pytest.raises(ModelError, match="the weights take"):
+    with pytest.raises(NoMemoryError, match="the weights take"):
         load(directory, memory=100_000)
 
 

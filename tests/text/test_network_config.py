@@ -11,6 +11,7 @@ import pytest
 
 from clowder_aimage.errors import ModelError
 from clowder_aimage.model.mlxlm.library import import_library_module, make_network
+from clowder_aimage.model.mlxlm.model import _measure_token_size
 from clowder_aimage.model.mlxlm.network_kind import PROMISED
 from clowder_aimage.model.mlxlm.rotary import Rotary
 from clowder_aimage.model.rope_config import RopeConfig
@@ -137,6 +138,13 @@ def test_a_network_that_is_not_promised_has_a_warning() -> None:
     assert make_network(OTHER).warnings == (
         "the network starcoder2 is not tested: its texts may differ from those of transformers",
     )
+
+
+def test_a_network_that_fails_with_its_configuration_is_refused() -> None:
+    # Its period of layers is longer than the model
+    network = make_network({**make_five("gemma3_text"), "num_hidden_layers": 2}).network
+    with pytest.raises(ModelError, match=r"does not run with config\.json: IndexError"):
+        _measure_token_size(network)
 
 
 def test_the_documentation_lists_the_promised_networks() -> None:

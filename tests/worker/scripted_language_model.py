@@ -41,6 +41,7 @@ class ScriptedLanguageModel:
     """Implement LanguageModel without a network."""
 
     capabilities = frozenset({CHAT, EMBEDDING})
+    warnings: tuple[str, ...] = ()
     context, device, dtype = CONTEXT, "none", "float32"
 
     def __init__(self, parallel: int = 1) -> None:

@@ -38,6 +38,7 @@ from clowder_aimage.errors import (
     NotFoundError,
     StoreError,
     UnauthorizedError,
+    UnrunnableError,
     UsageError,
     VerificationError,
 )
@@ -106,6 +107,7 @@ def failing(tmp_path: Path) -> Callable[..., Any]:
         (NoSpaceError("full"), 507, "insufficient_storage"),
         (ModelError("it failed"), 500, "internal_error"),
         (ChatTemplateError("it fails"), 422, "invalid_chat_template"),
+        (UnrunnableError("no such network"), 422, "model_not_supported"),
         (DiedError("it died"), 500, "internal_error"),
         (VerificationError("another"), 502, "verification_failed"),
         (FormatError("damaged"), 500, "invalid_content"),

@@ -38,7 +38,7 @@ from clowder_aimage.engine.machine import read_available_memory
 from clowder_aimage.engine.metric import Metrics
 from clowder_aimage.engine.model_fetch import fetch
 from clowder_aimage.engine.queued_request import ModelSlot, QueuedRequest
-from clowder_aimage.errors import NotFoundError, UsageError
+from clowder_aimage.errors import ModelError, NotFoundError, UnrunnableError, UsageError
 from clowder_aimage.generation.request import GenerateRequest
 from clowder_aimage.layout.layered_store import LayeredStore
 from clowder_aimage.layout.stored_aimage import read_aimage
@@ -182,6 +182,29 @@ def test_the_model_of_the_least_cost_is_evicted(stocked_store: LayeredStore) -> 
         return names
 
     assert played(stocked_store, play, models=2) == ["tiny:latest", "tiny:latest", "other:latest"]
+
+
+def test_a_model_that_cannot_be_run_is_not_loaded_again(
+    stocked_store: LayeredStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads: list[object] = []
+
+    async def refuse(*content: object, **_: object) -> FakeRunner:
+        loads.append(content[1])
+        raise errors[len(loads) - 1]
+
+    errors = [ModelError("it ended"), UnrunnableError("no such network", hint="try GGUF")]
+    monkeypatch.setattr(FakeRunner, "start", refuse)
+
+    async def play(engine: Any) -> list[Any]:
+        return [
+            await asyncio.gather(served(engine, job()), return_exceptions=True) for _ in range(4)
+        ]
+
+    found = [error for (error,) in played(stocked_store, play)]
+    assert [str(error) for error in found] == ["it ended", *["no such network"] * 3]
+    assert {error.hint for error in found[1:]} == {"try GGUF"}
+    assert len(loads) == 2
 
 
 def test_two_models_stay_loaded_within_the_limit(stocked_store: LayeredStore) -> None:

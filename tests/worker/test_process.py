@@ -83,7 +83,7 @@ def test_a_language_model_on_a_cpu_is_limited_too(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, device: str, count: int
 ) -> None:
     limits: list[int | None] = []
-    model = SimpleNamespace(device=device, dtype="float32", parallel=2, context=64)
+    model = SimpleNamespace(device=device, dtype="float32", parallel=2, context=64, warnings=())
     monkeypatch.setattr(process, "load_language_model", lambda *_, **__: model)
     monkeypatch.setattr(machine, "limit_memory", limits.append)
     target = io.BytesIO()

@@ -264,7 +264,7 @@ def test_code_in_a_model_is_not_executed(worker: LocalWorker, tmp_path: Path) ->
     status, answer = ask(
         worker, "POST", "/api/generate", DRAW | {"model": "named", "stream": False}
     )
-    assert status == 500, answer
+    assert (status, answer["code"]) == (422, "model_not_supported")
     assert "unknown fields auto_map, trust_remote_code" in answer["error"]
     assert not any(mark.exists() for mark in marks)
     for path in (ROOT / "clowder_aimage").rglob("*.py"):

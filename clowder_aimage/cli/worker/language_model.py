@@ -8,6 +8,7 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from clowder_aimage.cli.console.output import note
 from clowder_aimage.cli.worker.local_model import LocalOptions, fetch_model
 from clowder_aimage.model.text.language_model import TextEvent, TextRequest
 
@@ -43,6 +44,8 @@ class LocalLanguageModel:
             dtype = dtype and _SHORT.get(dtype, dtype)
             files, aimage = fetched.aimage.files, stored.aimage
             self._loaded = load_language_model(files, aimage, dtype=dtype, memory=memory)
+            for warning in self._loaded.warnings:
+                note(f"warning: {warning}")
         return self._loaded
 
     def answer(self, request: TextRequest) -> Generator[TextEvent, None, None]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from clowder_aimage.content.store import BlobFiles
 from clowder_aimage.dialect.aimage import AImage
-from clowder_aimage.errors import ModelError
+from clowder_aimage.errors import ModelError, NoMemoryError
 from clowder_aimage.model.backend import DTYPES, describe, get_device_memory, mx
 from clowder_aimage.model.encoder.network import Encoder
 from clowder_aimage.model.encoder.tokenizer import build_tokenizer
@@ -39,6 +39,7 @@ class EncoderModel:
     """A loaded model, see the protocol ``LanguageModel``."""
 
     capabilities = frozenset({EMBEDDING})
+    warnings: tuple[str, ...] = ()
 
     def __init__(self, embedder: SentenceEmbedder, parallel: int, dtype: str) -> None:
         self._embedder = embedder
@@ -97,7 +98,7 @@ def _load_network(
     unused = network.list_unused(weights.keys())
     size, _ = weights.check(network, skip=unused.__contains__, dtype=dtype)
     if size > limit:
-        raise ModelError(f"the weights take {size >> 20} MiB; the limit is {limit >> 20} MiB")
+        raise NoMemoryError(f"the weights take {size >> 20} MiB; the limit is {limit >> 20} MiB")
     weights.apply(network, skip=unused.__contains__, dtype=dtype)
     return network
 

@@ -130,6 +130,8 @@ class LlamaModel:
     llama.cpp puts in front of each prompt.
     """
 
+    warnings: tuple[str, ...] = ()
+
     def __init__(
         self,
         server: LlamaServer,

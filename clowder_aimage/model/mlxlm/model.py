@@ -110,6 +110,7 @@ class MlxModel:
         self._network, self._backend, self._template = network, backend, template
         self._table, self._ends, self._defaults = TokenTable(backend), ends, defaults
         self._prompt_cache = PromptCache(network, plan.cached)
+        self.warnings: tuple[str, ...] = ()
         self._embedder: SentenceEmbedder | None = None
         self.context, self.parallel, self.dtype = plan.context, plan.parallel, dtype
         self.device = library.describe()
@@ -215,6 +216,7 @@ def load(
     ends = _ends(generation, weights.config, backend, special)
     model = MlxModel(network, backend, template, ends, defaults, plan, format_dtype(chosen))
     model._embedder = find_embedder(tokenizer, network, backend, model.context)  # noqa: SLF001
+    model.warnings = built.warnings
     return model
 
 
@@ -224,9 +226,16 @@ def get_default_memory() -> int:
 
 
 def _measure_token_size(network: Any) -> int:
-    """Return the bytes of a cache per token, from a run with one token."""
-    cache = library.import_library_module("models.cache").make_prompt_cache(network)
-    mx.eval(network(mx.array([[0]]), cache=cache))
+    """Return the bytes of a cache per token, from a run with one token.
+
+    Raises ModelError: the network fails, as with fewer layers than it expects.
+    """
+    try:
+        cache = library.import_library_module("models.cache").make_prompt_cache(network)
+        mx.eval(network(mx.array([[0]]), cache=cache))
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ModelError(f"the network does not run with config.json: {reason:.300}") from error
     return -(-cache_size(cache) // _SLOTS)
 
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from clowder_aimage.errors import FormatError, ModelError
+from clowder_aimage.errors import FormatError, ModelError, NoMemoryError
 from clowder_aimage.model.backend import choose_dtype, is_on_gpu, mx, quantize_layers, tree_flatten
 from clowder_aimage.model.mlxlm.cpu_network import accelerate
 from clowder_aimage.model.quantized import QuantizedArray
@@ -88,7 +88,7 @@ def choose_form(weights: ModelWeights, dtype: str | None, limit: int) -> tuple[m
     both are used only for weights that exceed ``limit`` bytes in float32.
 
     Raises:
-        ModelError: The weights exceed the limit in each type, and none is quantized.
+        NoMemoryError: The weights exceed the limit in each type, and none is quantized.
     """
     chosen = choose_dtype(dtype)
     if is_on_gpu():
@@ -100,7 +100,7 @@ def choose_form(weights: ModelWeights, dtype: str | None, limit: int) -> tuple[m
             return candidate, False
     if any(weights.get_quantization(name) for name in weights):
         return types[-1], True
-    raise ModelError(
+    raise NoMemoryError(
         f"the weights take {count * types[-1].size >> 20} MiB in {format_dtype(types[-1])};"
         f" the limit is {limit >> 20} MiB",
         hint="use a quantized variant of the model",

@@ -329,6 +329,10 @@ class LanguageModel(Protocol):
     def dtype(self) -> str:
         """Return the type of the computation, or of the weights."""
 
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Return sentences that the users of the model should know."""
+
     def try_schema(self, request: TextRequest, is_cancelled: Callable[[], bool]) -> None:
         """Try the schema of a request, on any thread, before the request takes a place.
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from clowder_aimage.dialect.aimage import AImage
 from clowder_aimage.errors import ModelError, UsageError
 from clowder_aimage.model.ability import ENCODER, LLAMA, MLX_LM
+from clowder_aimage.model.refusal import refuse_unrunnable
 from clowder_aimage.model.text.encoder_config import is_encoder
 from clowder_aimage.model.weights import find_object
 
@@ -49,15 +50,17 @@ def load_language_model(
 
     Raises:
         UsageError: The extra of the runtime is not installed.
-        ModelError: The AImage is not a language model, or its model type is unsupported.
-        FormatError: A blob is invalid.
+        UnrunnableError: Its files cannot be run here.
+        ModelError: The AImage is not a language model, or its chat template cannot be read.
+        NoMemoryError: The memory is insufficient.
         AccessError: A blob is not in the store.
     """
     runtime = find_runtime(aimage)
     if runtime not in _MODULES:
         raise ModelError("the AImage is not a language model that can be run")
-    if runtime == MLX_LM and is_encoder(find_object(files, aimage, "config.json") or {}):
-        runtime = ENCODER
+    with refuse_unrunnable():
+        if runtime == MLX_LM and is_encoder(find_object(files, aimage, "config.json") or {}):
+            runtime = ENCODER
     module, extra = _MODULES[runtime]
     try:
         runtime_module = importlib.import_module(module)
@@ -78,5 +81,6 @@ def load_language_model(
     if models > 1:
         memory = (memory or runtime_module.get_default_memory()) // models
     options = {"dtype": dtype, "memory": memory, "context": context, "parallel": parallel}
-    model: LanguageModel = runtime_module.load(files, aimage, **options)
+    with refuse_unrunnable():
+        model: LanguageModel = runtime_module.load(files, aimage, **options)
     return model
