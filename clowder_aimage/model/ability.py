@@ -41,6 +41,11 @@ class Ability:
         check = _CHECKS.get(self.runtime)
         return ("", "") if check is None else check(self.network)
 
+    def find_fault(self) -> str:
+        """Return why no installation of this version runs the model, as far as it is known."""
+        is_known = self.runtime == MLX_LM and find_spec("mlx_lm") is not None
+        return self.fault or (_check_mlx_lm(self.network)[0] if is_known else "")
+
     def list_capabilities(self) -> tuple[str, ...]:
         """Return what the model can do here."""
         return () if self.find_obstacle()[0] else self.capabilities

@@ -153,6 +153,26 @@ def test_thoughts_are_printed_aside(talker: Talker) -> None:
     assert "hm" not in here("run", "x", "a", "-q").err
 
 
+def test_warnings_of_a_model_are_printed_once(talker: Talker, typed: Typed) -> None:
+    here, fake = talker(["Red."])
+    fake.warnings = ("the network x is not tested",)
+    assert "warning: the network x is not tested\n" in here("run", "x", "-q", "which?").err
+    assert typed(here, "a\n", "b\n").count("not tested") == 1
+
+
+def test_packing_a_model_that_cannot_run_is_a_warning(
+    aimage: Callable[..., Aimage], tmp_path: Path
+) -> None:
+    pytest.importorskip("mlx_lm", reason="mlx-lm is not installed")
+    model = write_model(tmp_path / "m", model_type="unheard")
+    said = aimage()("create", "-q", "x", model)
+    assert said.out.startswith("sha256:")
+    assert said.err == (
+        "warning: the model is packed, but cannot run here: mlx-lm has no network of the type "
+        "'unheard'\n"
+    )
+
+
 def test_errors_of_a_model_have_their_exit_codes(talker: Talker) -> None:
     here, _ = talker([ContextError(900, 512)])
     said = here("run", "x", "a", code=2)

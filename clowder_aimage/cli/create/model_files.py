@@ -9,7 +9,7 @@ from pathlib import Path
 
 from clowder_aimage import __version__
 from clowder_aimage.cli.console.option import get_settings, parse_annotation
-from clowder_aimage.cli.console.output import format_count, format_size, remark
+from clowder_aimage.cli.console.output import format_count, format_size, note, remark
 from clowder_aimage.cli.console.progress import Progress, build_callbacks
 from clowder_aimage.cli.create.result import print_packed
 from clowder_aimage.create import create
@@ -104,10 +104,15 @@ def pack_files(reference: Reference, path: str, options: FileOptions) -> None:
             **build_callbacks(progress),
         )
     print_packed(reference, packed, options.recipe)
+    from clowder_aimage.model.stored_ability import find_ability
+
+    ability = find_ability(get_settings().layout, packed.descriptor.digest, packed.aimage)
     if packed.aimage.properties.get("format") == "gguf" and has_gguf_transformer(directory):
         remark(
             "the file has a transformer only and cannot be run: --like REF adds other components"
         )
+    elif fault := ability.find_fault():
+        note(f"warning: the model is packed, but cannot run here: {fault}")
 
 
 def _fetch(path: str, form: ModelForm) -> tuple[Path, str | None]:
