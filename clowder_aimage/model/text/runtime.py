@@ -10,7 +10,6 @@ from clowder_aimage.errors import ModelError, UsageError
 from clowder_aimage.model.ability import ENCODER, LLAMA, MLX_LM
 from clowder_aimage.model.refusal import refuse_unrunnable
 from clowder_aimage.model.text.encoder_config import is_encoder
-from clowder_aimage.model.weights import find_object
 
 if TYPE_CHECKING:
     from clowder_aimage.content.store import BlobFiles
@@ -55,6 +54,9 @@ def load_language_model(
         NoMemoryError: The memory is insufficient.
         AccessError: A blob is not in the store.
     """
+    # It imports numpy, which the names of runtimes do not need
+    from clowder_aimage.model.weights import find_object
+
     runtime = find_runtime(aimage)
     if runtime not in _MODULES:
         raise ModelError("the AImage is not a language model that can be run")
