@@ -27,9 +27,11 @@ from collections.abc import (
     ValuesView,
 )
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jinja2
+import jinja2.meta
 from jinja2 import filters, nodes
 from jinja2.runtime import Context, LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
@@ -144,7 +146,7 @@ class SandboxedTemplate:
         finalize: Callable[[Any], Any] | None = None,
         **options: Any,
     ) -> None:
-        self._limits = limits
+        self._limits, self._source = limits, source
         # The environment has the meter of one rendering at a time.
         self._lock = threading.Lock()
         self._environment = _Environment(limits, finalize, **options)
@@ -157,10 +159,20 @@ class SandboxedTemplate:
             # Python's compiler raises errors of its own, such as RecursionError.
             raise _build_render_error(error) from None
 
-    def render(self, values: Mapping[str, Any]) -> str:
-        """Return the text. Raises RenderError."""
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """The variables that the template may read."""
         with self._lock:
-            self._environment.meter = _Meter(self._limits)
+            try:
+                tree = self._environment.parse(self._source)
+                return frozenset(jinja2.meta.find_undeclared_variables(tree))
+            except Exception as error:
+                raise _build_render_error(error) from None
+
+    def render(self, values: Mapping[str, Any], limits: TemplateLimits | None = None) -> str:
+        """Return the text, within other limits if they are given. Raises RenderError."""
+        with self._lock:
+            self._environment.meter = _Meter(limits or self._limits)
             try:
                 return self._template.render(values)
             except Exception as error:

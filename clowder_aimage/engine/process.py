@@ -36,6 +36,7 @@ from clowder_aimage.model.text.language_model import (
     TextDelta,
     TextEnd,
     TextEvent,
+    TextNotice,
     TextRequest,
     join_embeddings,
 )
@@ -323,7 +324,8 @@ class ModelProcess:
             facts = {"tokens": event.tokens, "cut": event.cut, "limit": event.limit}
             self._send("vectors", request_id, event.pack(), count=len(event.vectors), **facts)
         else:
-            self._send("end" if isinstance(event, TextEnd) else "call", request_id, **asdict(event))
+            kinds = {TextEnd: "end", TextNotice: "notice"}
+            self._send(kinds.get(type(event), "call"), request_id, **asdict(event))
 
     def _close(self, request_id: int) -> None:
         # An error of a library at the end of a text does not matter

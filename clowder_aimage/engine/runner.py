@@ -36,6 +36,7 @@ from clowder_aimage.model.text.language_model import (
     Embeddings,
     TextDelta,
     TextEnd,
+    TextNotice,
     TextRequest,
     Token,
     ToolCall,
@@ -47,7 +48,7 @@ GRACE = 2.0
 _COMMAND = (sys.executable, "-m", "clowder_aimage.engine.process")
 _EVENTS: dict[str, type[Event]] = {"started": StartedEvent, "step": Step}
 _EVENTS |= {"preview": PreviewEvent, "image": ImageEvent}
-_EVENTS |= {"piece": TextDelta, "call": ToolCall, "end": TextEnd}
+_EVENTS |= {"piece": TextDelta, "call": ToolCall, "end": TextEnd, "notice": TextNotice}
 _log = logging.getLogger("aimage.worker")
 
 

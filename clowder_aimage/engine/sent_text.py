@@ -36,7 +36,7 @@ class SentText:
         self._seconds = 0.0
         self.is_ended = False
 
-    def add(self, event: TextEvent, timestamp: float) -> Sequence[TextEvent]:
+    def add(self, event: TextDelta | ToolCall | TextEnd, timestamp: float) -> Sequence[TextEvent]:
         """Return the events to pass on after this one. ``timestamp`` is in seconds."""
         if isinstance(event, TextEnd):
             self.is_ended = True

@@ -12,6 +12,7 @@ from clowder_aimage.model.text.language_model import (
     TextDelta,
     TextEnd,
     TextEvent,
+    TextNotice,
     TextRequest,
     join_deltas,
 )
@@ -32,12 +33,13 @@ def write_broken(
     sent, passed, begun = SentText(), list[TextEvent](), list[DrawnTokens]()
     for count in counts:
         for event in model.generate(replace(request, max_tokens=count)):
-            if not isinstance(event, TextEnd):
+            if not isinstance(event, TextEnd | TextNotice):
                 passed += sent.add(event, 0.0)
         request = sent.continue_request(request)
         begun.append(request.begun)
     for event in model.generate(request):
-        passed += sent.add(event, 0.0)
+        if not isinstance(event, TextNotice):
+            passed += sent.add(event, 0.0)
     return _joined(passed), begun
 
 

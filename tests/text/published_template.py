@@ -15,6 +15,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from clowder_aimage.model.text.chat_template import ChatTemplate
+
 VECTORS = Path(__file__).parents[1] / "vectors"
 _TEMPLATES, _DIGESTS = VECTORS / "chat-templates.json.xz", VECTORS / "chat-template-digests.json"
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
@@ -72,6 +74,12 @@ def read_templates() -> dict[str, str]:
     """Return the texts by the names of their files."""
     templates: dict[str, str] = json.loads(lzma.decompress(_TEMPLATES.read_bytes()))["templates"]
     return templates
+
+
+@cache
+def make_published(name: str) -> ChatTemplate:
+    """Return a compiled template."""
+    return ChatTemplate({"default": read_templates()[name]}, TOKENS)
 
 
 def read_digests() -> dict[str, list[str]]:

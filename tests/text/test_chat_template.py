@@ -36,7 +36,7 @@ RESULT = {"role": "tool", "tool_call_id": "call_1234", "content": "rain"}
 
 def render(source: str, *messages: Any, **options: Any) -> str:
     request = TextRequest(messages=messages, **options)
-    return ChatTemplate({"default": source}, TOKENS).render(request)
+    return ChatTemplate({"default": source}, TOKENS).compose(request)[0]
 
 
 def test_chatml() -> None:
@@ -164,27 +164,31 @@ COSTLY = {
 def test_a_template_is_read_and_rendered_within_seconds(source: str) -> None:
     message = {"role": "user", "content": "x " * 2_000_000}
     begun = time.thread_time()
-    with contextlib.suppress(ChatTemplateError):
+    with contextlib.suppress(ChatTemplateError, UsageError):
         render(source, message)
     # To read it takes less than a second, and to render it 2 seconds at most, on a free machine
     assert time.thread_time() - begun < 6
 
 
 def test_the_names_of_templates_lead_nowhere() -> None:
-    assert not render("{{ raise_exception.__globals__ }}{{ strftime_now.__code__ }}", USER)
+    source = "{{ raise_exception.__globals__ }}{{ strftime_now.__code__ }}{{ messages[0].content }}"
+    assert render(source, USER) == USER["content"]
+
+
+TOOL_USE = "{{ tools[0].function.name }} {{ messages[0].content }}"
 
 
 def test_the_template_for_tools_is_used_for_tools() -> None:
     config = {
         "chat_template": [
-            {"name": "default", "template": "plain"},
-            {"name": "tool_use", "template": "{{ tools | length }} tools"},
+            {"name": "default", "template": "plain {{ messages[0].content }}"},
+            {"name": "tool_use", "template": TOOL_USE},
             {"name": "rag", "template": "other"},
         ]
     }
     template = ChatTemplate(find_templates(config, lambda _: None), {})
-    assert template.render(TextRequest(messages=(USER,))) == "plain"
-    assert template.render(TextRequest(messages=(USER,), tools=(TOOL,))) == "1 tools"
+    assert template.compose(TextRequest(messages=(USER,)))[0] == "plain Hi"
+    assert template.compose(TextRequest(messages=(USER,), tools=(TOOL,)))[0] == "weather Hi"
 
 
 @pytest.mark.parametrize(

@@ -112,7 +112,7 @@ def test_half_of_a_call_is_text() -> None:
 @pytest.mark.parametrize("mark", ["<tool_call>", "[TOOL_CALLS]", "tools"])
 @pytest.mark.parametrize("has_one_call", [True, False])
 def test_a_model_of_llama_calls_what_it_must(tmp_path: Path, mark: str, has_one_call: bool) -> None:
-    template = f"{{{{ messages[0].content }}}} {{{{ tools | length }}}} {mark}"
+    template = f"{{{{ messages[0].content }}}} {{{{ tools | tojson }}}} {mark}"
     model = say(tmp_path, "qwen2", ("the red ball",), template=template)
     *calls, end = ask(model, tools=TOOLS, must_call=("look",), has_one_call=has_one_call)
     assert isinstance(end, TextEnd) and end.reason in (TOOL_CALLS, LENGTH)

@@ -10,14 +10,13 @@ import pytest
 
 from clowder_aimage.errors import ChatTemplateError, UsageError
 from clowder_aimage.model.text import chat_template
-from clowder_aimage.model.text.chat_template import ChatTemplate
 from clowder_aimage.model.text.language_model import TextRequest
 from tests.text.published_template import (
     CONVERSATIONS,
     FAILURE,
     NOW,
-    TOKENS,
     digest,
+    make_published,
     read_digests,
     read_templates,
 )
@@ -32,9 +31,9 @@ def _clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def render(name: str, messages: Any, tools: Any) -> str | None:
-    template = ChatTemplate({"default": read_templates()[name]}, TOKENS)
+    request = TextRequest(messages=tuple(messages), tools=tuple(tools))
     try:
-        return template.render(TextRequest(messages=tuple(messages), tools=tuple(tools)))
+        return make_published(name).compose(request)[0]
     except (UsageError, ChatTemplateError):
         return None
 

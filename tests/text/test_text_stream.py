@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 
 from clowder_aimage.model.text.language_model import TextDelta, TextEvent, Token
-from clowder_aimage.model.text.stream import TextStream, is_in_thoughts
+from clowder_aimage.model.text.stream import TextStream
+from clowder_aimage.model.text.thought_format import find_format
 from clowder_aimage.model.text.tool_call_format import BRACKETED, TAGGED, WHOLE, call_format
 from tests.text import chat_template
 from tests.text.mlx_models import calls_of, text_of
 
+TAGS = find_format("<think>")
 TOOLS = (
     {
         "type": "function",
@@ -74,18 +76,20 @@ def test_the_first_of_several_stop_strings_counts() -> None:
 @pytest.mark.parametrize("is_thinking", [False, True])
 def test_thoughts_are_separated_without_their_marks(is_thinking: bool) -> None:
     text = ("" if is_thinking else "<think>\n") + "hmm,\nso\n</think>\n\nYes <think> no"
-    events, _ = stream_events(each(text), has_thinking=True, is_thinking=is_thinking)
+    opened = "<think>" if is_thinking else ""
+    options = {"format_": TAGS, "opened": opened, "is_stripped": is_thinking}
+    events, _ = stream_events(each(text), **options)
     assert text_of(events, "thinking") == "hmm,\nso"
     assert text_of(events) == "Yes <think> no"
 
 
 def test_empty_thoughts_are_no_piece() -> None:
-    events, _ = stream_events(each("<think>\n\n</think>\n\nYes"), has_thinking=True)
+    events, _ = stream_events(each("<think>\n\n</think>\n\nYes"), format_=TAGS)
     assert pieces(events) == ["Y", "e", "s"]
 
 
 def test_thoughts_without_an_end_stay_thoughts() -> None:
-    events, _ = stream_events(each("<think>hm "), has_thinking=True)
+    events, _ = stream_events(each("<think>hm "), format_=TAGS)
     assert text_of(events, "thinking") == "hm " and not text_of(events)
 
 
@@ -167,7 +171,7 @@ def test_the_template_decides_the_form_of_calls() -> None:
 
 
 def test_tokens_come_with_the_piece_that_has_their_text() -> None:
-    stream = TextStream(("END",), has_thinking=True)
+    stream = TextStream(("END",), format_=TAGS)
     found: list[TextEvent] = []
     for text in (
         b"<think>",
@@ -193,5 +197,5 @@ def test_tokens_come_with_the_piece_that_has_their_text() -> None:
 
 
 def test_a_prompt_may_end_inside_thoughts() -> None:
-    assert is_in_thoughts("<|im_start|>assistant\n<think>\n")
-    assert not is_in_thoughts("<think>\n\n</think>\n\n")
+    assert TAGS.find_end("<|im_start|>assistant\n<think>\n") == "<think>"
+    assert not TAGS.find_end("<think>\n\n</think>\n\n")

@@ -46,7 +46,7 @@ def test_messages_are_passed_on_with_known_roles_and_texts() -> None:
     ).build_requests()
     assert request.messages == (
         {"role": "system", "content": "be brief"},
-        {"role": "user", "content": "ab", "name": "ann"},
+        {"role": "user", "content": parts, "name": "ann"},
         {"role": "assistant", "content": "", "tool_calls": [CALL]},
         {"role": "tool", "content": "3", "tool_call_id": "1"},
     )
@@ -76,7 +76,7 @@ def test_parameters_are_passed_on() -> None:
     assert (first.sampling.seed, second.sampling.seed) == (MAX_SEED - 1, MAX_SEED)
     assert (first.sampling.temperature, first.sampling.top_k, first.sampling.min_p) == (0, 0, 0.1)
     assert (first.stop, first.max_tokens, first.alternatives) == (("x",), 5, 3)
-    assert (first.schema, first.thinking) == ({"a": 1}, False)
+    assert (first.schema, first.effort, first.thinking) == ({"a": 1}, "none", None)
     assert chat(response_format={"type": "json_object"}).build_requests()[0].schema == {}
     assert chat(response_format={"type": "text"}).build_requests()[0].schema is None
     thinks = chat(reasoning_effort="low", chat_template_kwargs={"enable_thinking": False})
@@ -161,7 +161,13 @@ def test_calls_are_forced_by_tool_choice(
         ({"functions": [{"name": "look"}]}, "functions"),
         ({"logit_bias": {"1": 2}}, "logit_bias"),
         ({"modalities": ["audio"]}, "modalities[0]"),
-        ({"chat_template_kwargs": {"other": 1}}, "chat_template_kwargs.other"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"eos_token": "x"}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"a b": 1}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"enable_thinking": "yes"}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"x": "x" * 20_000}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {f"x{at}": 1 for at in range(33)}}, "chat_template_kwargs"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "add_generation_prompt"),
         ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
     ],
     ids=str,

@@ -40,6 +40,7 @@ from clowder_aimage.model.text.language_model import (
     Embeddings,
     TextDelta,
     TextEnd,
+    TextNotice,
     TextRequest,
     Token,
     ToolCall,
@@ -88,6 +89,9 @@ class OllamaText(OllamaRequest):
             self._loading = time.monotonic_ns()
         elif isinstance(event, StartedEvent):
             self._started = time.monotonic_ns()
+        elif isinstance(event, TextNotice):
+            self.warnings += event.warnings
+            record_ignored(self._request, self._text_body, event.ignored)
         elif isinstance(event, TextEnd):
             self._end = event
         elif isinstance(event, TextDelta):

@@ -12,7 +12,7 @@ from clowder_aimage.api.ollama.request import OllamaBody
 from clowder_aimage.api.request_body import RequestBody, build_field_error
 from clowder_aimage.api.text.chat_message import MAX_MESSAGES, MAX_NAME, MAX_TOOLS, Tool
 from clowder_aimage.api.text.request import MAX_INPUTS, SamplingFields, Stops, parse_texts
-from clowder_aimage.model.text.language_model import MAX_ALTERNATIVES, TextRequest
+from clowder_aimage.model.text.language_model import MAX_ALTERNATIVES, TextRequest, is_answer
 
 
 class OllamaTextOptions(SamplingFields):
@@ -56,9 +56,11 @@ def _parse_schema(value: object) -> Any:
 _Effort = Literal["low", "medium", "high", "max"]
 
 
-def _parse_thinking(value: object) -> object:
-    """Return True for a level of thinking: all levels turn it on. Other values are unchanged."""
-    return True if value in get_args(_Effort) else value
+def _check_thinking(value: object) -> object:
+    """Return a boolean or a level. Raises ValueError."""
+    if not isinstance(value, bool | None) and value not in get_args(_Effort):
+        raise ValueError(f"must be true, false or one of {', '.join(get_args(_Effort))}")
+    return value
 
 
 def _encode_arguments(value: object) -> Any:
@@ -134,8 +136,12 @@ class OllamaTextBody(OllamaBody):
         "no grammars.",
     )
     think: Annotated[
-        bool | None, BeforeValidator(_parse_thinking, json_schema_input_type=bool | _Effort)
-    ] = Field(default=None, description="Turn thinking on or off; all levels turn it on.")
+        Any, BeforeValidator(_check_thinking, json_schema_input_type=bool | _Effort)
+    ] = Field(
+        default=None,
+        description="Turn thinking on or off. A level turns it on, and is passed to chat templates "
+        "that read it.",
+    )
     logprobs: bool = Field(default=False, description="Return the log probability of each token.")
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_ALTERNATIVES)] = Field(
         default=0, description="The most probable tokens at each place."
@@ -153,7 +159,8 @@ class OllamaTextBody(OllamaBody):
             **self.options.request(self.stop_texts),
             alternatives=self.top_logprobs if self.logprobs else None,
             schema=self.format,
-            thinking=self.think,
+            thinking=self.think if isinstance(self.think, bool | None) else True,
+            effort=self.think if isinstance(self.think, str) else None,
         )
 
     def _build_content(self) -> dict[str, Any]:
@@ -181,7 +188,11 @@ class OllamaChatBody(OllamaTextBody):
 
     def _build_content(self) -> dict[str, Any]:
         messages = tuple(message.to_dict() for message in self.messages)
-        return {"messages": messages, "tools": tuple(tool.to_dict() for tool in self.tools)}
+        return {
+            "messages": messages,
+            "tools": tuple(tool.to_dict() for tool in self.tools),
+            "is_continued": self.format is None and is_answer(messages[-1]),
+        }
 
 
 class OllamaPromptBody(OllamaTextBody):

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from aiohttp import web
 
-from clowder_aimage.api.answer_stream import StreamForm, stream_events
+from clowder_aimage.api.answer_stream import StreamForm, add_warnings, stream_events
 from clowder_aimage.api.model_choice import SelectedModel, choose_model
 from clowder_aimage.api.model_kind import EMBEDDER, TEXT, check_kind
 from clowder_aimage.api.openai.chunk import (
@@ -22,6 +22,7 @@ from clowder_aimage.api.openai.text_operation import CHAT, COMPLETE, EMBED
 from clowder_aimage.api.request_body import (
     GenerationBody,
     read_body,
+    record_ignored,
 )
 from clowder_aimage.api.service import Service
 from clowder_aimage.api.text.request import (
@@ -41,6 +42,7 @@ from clowder_aimage.model.text.language_model import (
     ContextError,
     EmbeddingRequest,
     Embeddings,
+    TextNotice,
     TextRequest,
 )
 
@@ -117,7 +119,11 @@ class TextRoutes:
         return engine.generate(selected.reference, make, is_text=True, **terms)
 
     async def _generate_choices(
-        self, selected: SelectedModel, requests: list[TextRequest], answer: TextAnswer
+        self,
+        selected: SelectedModel,
+        requests: list[TextRequest],
+        answer: TextAnswer,
+        note: Callable[[TextNotice], None],
     ) -> AsyncGenerator[tuple[int, Event], None]:
         """Yield the index of a choice and its events; the choices are made one after another."""
         for index, text_request in enumerate(requests):
@@ -125,6 +131,8 @@ class TextRoutes:
                 async for event in events:
                     if not answer.digest and answer.is_text(event):
                         answer.digest = await self._resolve_digest(selected)
+                    if isinstance(event, TextNotice):
+                        note(event)
                     yield index, event
 
     async def _resolve_digest(self, selected: SelectedModel) -> str:
@@ -150,9 +158,15 @@ class TextRoutes:
             answer.digest = headers["X-Aimage-Digest"] = await self._resolve_digest(selected)
         requests = body.build_requests()
         explain = _build_explainer("messages" if isinstance(body, ChatRequest) else "prompt")
-        events = self._generate_choices(selected, requests, answer)
+        warnings = list[str]()
+
+        def note(notice: TextNotice) -> None:
+            warnings.extend(notice.warnings)
+            record_ignored(request, body, notice.ignored)
+
+        events = self._generate_choices(selected, requests, answer, note)
         if body.stream:
-            form = StreamForm(answer.iter_frames, answer.end, explain, is_early=False)
+            form = StreamForm(answer.iter_frames, answer.end, explain, warnings, is_early=False)
             return await stream_events(request, events, form, headers)
         try:
             async with contextlib.aclosing(events):
@@ -162,7 +176,9 @@ class TextRoutes:
             raise explain(error) from None
         if answer.digest:
             headers["X-Aimage-Digest"] = answer.digest
-        return web.json_response(answer.build_body(), headers=headers)
+        response = web.json_response(answer.build_body(), headers=headers)
+        add_warnings(response.headers, warnings)
+        return response
 
 
 def _build_explainer(prompt: str) -> Callable[[Exception], Exception]:

@@ -22,11 +22,13 @@ MAX_TOOLS = 128
 MAX_NAME = 256
 
 
-def _join(content: object) -> object:
-    """Return the text of a list of parts. Raises ValueError for a part that is not text."""
+def _read_parts(content: object) -> object:
+    """Return a list of parts with their texts. Raises ValueError for a part that is not text."""
     if not isinstance(content, list):
+        if not isinstance(content, str):
+            raise ValueError("must be a text or a list of parts")
         return content
-    texts = []
+    parts = []
     for segment in content:
         kind = segment.get("type") if isinstance(segment, dict) else None
         if not isinstance(kind, str):
@@ -35,8 +37,8 @@ def _join(content: object) -> object:
             raise ValueError(f"has a part of the type {kind[:40]!a}; only text is supported")
         if not isinstance(text := segment.get("text"), str):
             raise ValueError("has a part without a text")
-        texts.append(text)
-    return "".join(texts)
+        parts.append({"type": "text", "text": text})
+    return parts
 
 
 class TextPart(RequestBody):
@@ -46,7 +48,8 @@ class TextPart(RequestBody):
     text: str
 
 
-Content = Annotated[str, BeforeValidator(_join, json_schema_input_type=str | list[TextPart])]
+# A text, or a list of parts as objects
+Content = Annotated[Any, BeforeValidator(_read_parts, json_schema_input_type=str | list[TextPart])]
 _Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
 
 
@@ -109,7 +112,7 @@ class Message(RequestBody):
     @model_validator(mode="wrap")
     @classmethod
     def _record_parts(cls, value: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
-        """Return the message, with the unknown fields of the parts that are joined."""
+        """Return the message, with the unknown fields of its parts."""
         message = handler(value)
         content = value.get("content") if isinstance(value, Mapping) else None
         for index, part in enumerate(content if isinstance(content, list) else ()):

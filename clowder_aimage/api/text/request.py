@@ -6,6 +6,8 @@ The fields are those of OpenAI's API, and extensions of other servers: ``top_k``
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -32,6 +34,7 @@ from clowder_aimage.model.text.language_model import (
     EmbeddingRequest,
     Sampling,
     TextRequest,
+    is_answer,
 )
 
 # Texts of a request
@@ -45,6 +48,14 @@ _NO_EFFECT = frozenset(
 )
 _Choices = Annotated[int, Field(ge=1, le=MAX_CHOICES)]
 _MOST_TOKENS = "The maximum number of tokens of a text; -1 for as many as the context has room for."
+# Characters of the variables of a chat template
+_MAX_OPTIONS = 16384
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
+_RESERVED = frozenset(
+    "messages conversation conversations tools documents add_generation_prompt chat_template"
+    " continue_final_message bos_token eos_token unk_token sep_token pad_token cls_token"
+    " mask_token raise_exception strftime_now namespace range dict loop caller self".split()
+)
 # A field that is refused
 _Nothing = Annotated[Any, WithJsonSchema({"type": "null"})]
 
@@ -275,11 +286,18 @@ class ToolChoice(RequestBody):
         return self
 
 
-class TemplateFields(RequestBody):
-    """Fields of the chat template."""
-
-    model_config = RequestBody.model_config | {"extra": "forbid"}
-    enable_thinking: bool | None = None
+def _check_template_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Return variables for a chat template without nulls. Raises ValueError."""
+    for name, value in options.items():
+        if not _VARIABLE.fullmatch(name):
+            raise ValueError(f"has a name that is not one of a variable: {name[:40]!a}")
+        if name in _RESERVED:
+            raise ValueError(f"cannot set {name}, which follows from the other fields")
+        if name == "enable_thinking" and not isinstance(value, bool | None):
+            raise ValueError("has an enable_thinking that is not a boolean")
+    if len(json.dumps(options)) > _MAX_OPTIONS:
+        raise ValueError(f"must be at most {_MAX_OPTIONS} characters of JSON")
+    return {name: value for name, value in options.items() if value is not None}
 
 
 class ChatRequest(TextBody):
@@ -321,12 +339,27 @@ class ChatRequest(TextBody):
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
         Field(
             default=None,
-            description="`none` and `minimal` turn thinking off, others on, in models that have "
-            "both.",
+            description="Passed to chat templates that read it. In others that can turn thinking "
+            "on and off, `none` and `minimal` turn it off, others on; else it is ignored.",
         )
     )
-    chat_template_kwargs: TemplateFields | None = Field(
-        default=None, description="Takes precedence over `reasoning_effort`. An extension."
+    chat_template_kwargs: Annotated[
+        dict[str, Any], Field(max_length=32), AfterValidator(_check_template_options)
+    ] = Field(
+        default_factory=dict,
+        description="Variables of the chat template, such as `enable_thinking`. They take "
+        "precedence over `reasoning_effort`. Those that it does not read are ignored. An "
+        "extension.",
+    )
+    continue_final_message: bool | None = Field(
+        default=None,
+        description="The answer continues the last message. Default: true if that is of the "
+        "assistant, unless JSON is requested. An error (400) with tools. An extension.",
+    )
+    add_generation_prompt: bool | None = Field(
+        default=None,
+        description="false: the prompt ends with the last message. true: the answer is a new "
+        "message. An extension.",
     )
     modalities: list[Literal["text"]] = Field(default_factory=list)
     functions: list[Any] = Field(
@@ -347,6 +380,9 @@ class ChatRequest(TextBody):
             raise build_field_error("tool_choice", "names a function that tools does not have")
         if self.tool_choice.type == "required" and not names:
             raise build_field_error("tool_choice", "requires tools")
+        if self.continue_final_message and self.add_generation_prompt:
+            message = "must be false with continue_final_message"
+            raise build_field_error("add_generation_prompt", message)
         return self
 
     @property
@@ -359,10 +395,15 @@ class ChatRequest(TextBody):
 
     @property
     def _thinking(self) -> bool | None:
-        if self.chat_template_kwargs and self.chat_template_kwargs.enable_thinking is not None:
-            return self.chat_template_kwargs.enable_thinking
-        effort = self.reasoning_effort
-        return None if effort is None else effort not in ("none", "minimal")
+        stated = (self.chat_template_kwargs.get(name) for name in ("enable_thinking", "thinking"))
+        return next((value for value in stated if isinstance(value, bool)), None)
+
+    @property
+    def _is_continued(self) -> bool:
+        if self.continue_final_message is not None or self.add_generation_prompt:
+            return bool(self.continue_final_message)
+        schema = self.response_format.schema_of_answer if self.response_format else None
+        return schema is None and is_answer(self.messages[-1].to_dict())
 
     def build_requests(self) -> list[TextRequest]:
         """Return the request of each choice."""
@@ -379,6 +420,10 @@ class ChatRequest(TextBody):
             must_call=self._must_call,
             has_one_call=is_named or not self.parallel_tool_calls,
             thinking=self._thinking,
+            effort=self.reasoning_effort,
+            template_options=self.chat_template_kwargs,
+            has_opening=self.add_generation_prompt is not False,
+            is_continued=self._is_continued,
         )
         return self._repeat(request)
 

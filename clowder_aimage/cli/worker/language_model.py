@@ -8,9 +8,9 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from clowder_aimage.cli.console.output import note
+from clowder_aimage.cli.console.output import note, note_once
 from clowder_aimage.cli.worker.local_model import LocalOptions, fetch_model
-from clowder_aimage.model.text.language_model import TextEvent, TextRequest
+from clowder_aimage.model.text.language_model import TextEvent, TextNotice, TextRequest
 
 if TYPE_CHECKING:
     from clowder_aimage.model.text.language_model import LanguageModel
@@ -51,7 +51,11 @@ class LocalLanguageModel:
     def answer(self, request: TextRequest) -> Generator[TextEvent, None, None]:
         """Yield the pieces of an answer; closing the generator ends it."""
         with contextlib.closing(self.load().generate(request)) as events:
-            yield from events
+            for event in events:
+                if isinstance(event, TextNotice):
+                    for warning in event.warnings:
+                        note_once(f"warning: {warning}")
+                yield event
 
     def unload(self) -> None:
         """Free the memory of the model. It is loaded again for the next request."""

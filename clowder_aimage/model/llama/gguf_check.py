@@ -46,6 +46,7 @@ _ASSUMED = {
 }
 _ADDED = {"seperator": "sep"}
 _KINDS = range(7)  # enum llama_token_type
+_CONTROL, _USER_DEFINED = 3, 4
 _BLOCK = re.compile(r"blk\.(\d{1,9})\.")
 _TOKEN = re.compile(r"tokenizer\.ggml\.\w+_token_id")
 _WORD = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}")
@@ -72,6 +73,17 @@ class GgufFacts:
         """Return the text of the special token ``name`` ("bos", "eos"), empty if there is none."""
         number = metadata.get(f"tokenizer.ggml.{name}_token_id")
         return "" if number is None else self.tokens[number].decode(errors="replace")
+
+    def list_added_tokens(self, metadata: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+        """Return the texts of control tokens and tokens that users defined, and of the former."""
+        kinds = metadata.get("tokenizer.ggml.token_type")
+        items = kinds.items if isinstance(kinds, GgufList) else ()
+        pairs = [*zip(self.tokens, items, strict=False)]
+        control, added = (
+            [text.decode(errors="replace") for text, kind in pairs if kind in chosen]
+            for chosen in ((_CONTROL,), (_CONTROL, _USER_DEFINED))
+        )
+        return added, control
 
 
 class _Keys:

@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -28,8 +27,9 @@ from clowder_aimage.model.llama.params import (
 )
 from clowder_aimage.model.llama.request import ModelParams, parse_tokens, split_drawn_tokens
 from clowder_aimage.model.llama.server import LlamaServer
+from clowder_aimage.model.text.chat_prompt import begin_chat
 from clowder_aimage.model.text.chat_template import ChatTemplate, check_request, require_template
-from clowder_aimage.model.text.forced_call import CallStream, build_call_schema, open_call
+from clowder_aimage.model.text.forced_call import build_call_schema
 from clowder_aimage.model.text.language_model import (
     CHAT,
     COMPLETION,
@@ -45,19 +45,21 @@ from clowder_aimage.model.text.language_model import (
     TextDelta,
     TextEnd,
     TextEvent,
+    TextNotice,
     TextRequest,
+    begin_events,
     join_deltas,
     require,
     require_characters,
 )
-from clowder_aimage.model.text.stream import THOUGHT, TextStream, is_in_thoughts
+from clowder_aimage.model.text.stream import TextStream
+from clowder_aimage.model.text.text_facts import GGUF_TEMPLATES
 from clowder_aimage.model.text.tool_call_format import call_format
 
 __all__ = ["LlamaModel", "get_default_memory", "load"]
 _log = logging.getLogger("aimage.worker")
 _MEAN, _RANK = 1, 4  # enum llama_pooling_type
 _ENCODERS = ("bert", "t5encoder", "gemma-embedding", "llama-embed")  # parts of architectures
-_TEMPLATE = "tokenizer.chat_template"
 _INTERVAL = 0.1  # seconds between two looks whether a request is cancelled
 _ROLES = ("bos", "eos", "unknown", "seperator", "padding", "cls", "mask")  # the keys' spelling
 
@@ -190,7 +192,7 @@ class LlamaModel:
         """Yield deltas, calls and a TextEnd, see LanguageModel."""
         require(self.capabilities, COMPLETION, "model")
         check_request(request, self.capabilities)
-        prompt, stream = self._begin(request)
+        prompt, stream, notice = self._begin(request)
         require_characters(prompt)
         body = self._params.build_body(request, prompt.removeprefix(self._bos))
         # Only if this module ends the text: timings take 3 % of the time
@@ -210,7 +212,7 @@ class LlamaModel:
                 server = _serve(self._layers, context=self.context, prefix=drawn.text)
         text = self._stream_text(server, body, stream, request, digits)
         next(text)  # raises at once
-        return text
+        return begin_events(notice, text)
 
     def _build_grammar(
         self, request: TextRequest, is_cancelled: Callable[[], bool] = lambda: False
@@ -225,35 +227,20 @@ class LlamaModel:
             error.facts["field"] = "tools"
             raise
 
-    def _begin(self, request: TextRequest) -> tuple[str, TextStream]:
-        """Return the prompt of a request, and the stream for its text."""
-        stop = (*request.stop, *self._params.stop)
+    def _begin(self, request: TextRequest) -> tuple[str, TextStream, TextNotice]:
+        """Return the prompt of a request, the stream for its text, and remarks."""
+        stop = self._params.stop
         if request.prompt is not None:
-            return request.prompt, TextStream(stop)
-        template = require_template(self._template)
-        has_grammar = request.has_grammar
-        if has_grammar and template.has_thinking and request.thinking is None:
-            # The grammar has no room for thoughts
-            request = replace(request, thinking=False)
-        text = template.render(replace(request, messages=self._build_messages(request)))
-        if has_grammar and is_in_thoughts(text):
-            text = f"{text.rstrip()}\n{THOUGHT}\n\n"
-        if request.must_call:
-            return text + open_call(call_format(template.source)), CallStream(request.tools)
-        return text, TextStream(
-            stop,
-            calls=call_format(template.source) if request.tools else None,
-            tools=request.tools,
-            is_thinking=is_in_thoughts(text),
-            has_thinking=template.has_thinking,
-        )
+            return request.prompt, TextStream((*request.stop, *stop)), TextNotice()
+        template, preceding = require_template(self._template), self._list_preceding(request)
+        return begin_chat(template, request, stop, preceding=preceding)
 
-    def _build_messages(self, request: TextRequest) -> tuple[Mapping[str, Any], ...]:
-        """Return the messages, after those of the model itself."""
-        system, messages = self._layers.system, request.messages
-        has_system = messages[0].get("role") == "system" or system is None
+    def _list_preceding(self, request: TextRequest) -> tuple[Mapping[str, Any], ...]:
+        """Return the messages of the model itself."""
+        system = self._layers.system
+        has_system = request.messages[0].get("role") == "system" or system is None
         prefix = () if has_system else ({"role": "system", "content": system},)
-        return (*prefix, *self._layers.messages, *messages)
+        return (*prefix, *self._layers.messages)
 
     def _stream_text(
         self,
@@ -333,7 +320,7 @@ class LlamaModel:
 def _build_template(layers: GgufLayers, facts: GgufFacts) -> ChatTemplate | None:
     """Return the template of a layer, else those of the file. Raises ModelError."""
     sources = {}
-    for name, key in (("tool_use", f"{_TEMPLATE}.tool_use"), ("default", _TEMPLATE)):
+    for name, key in GGUF_TEMPLATES.items():
         if isinstance(source := layers.metadata.get(key), str):
             sources[name] = source
     if layers.template is not None:
@@ -343,7 +330,8 @@ def _build_template(layers: GgufLayers, facts: GgufFacts) -> ChatTemplate | None
     texts = {role: facts.decode_special_token(layers.metadata, role) for role in _ROLES}
     names = {"unknown": "unk", "seperator": "sep", "padding": "pad"}
     tokens = {f"{names.get(role, role)}_token": text for role, text in texts.items() if text}
-    return ChatTemplate({"default": next(iter(sources.values())), **sources}, tokens)
+    sources = {"default": next(iter(sources.values())), **sources}
+    return ChatTemplate(sources, tokens, *facts.list_added_tokens(layers.metadata))
 
 
 def _detect_added_bos(server: LlamaServer, bos: str) -> str:

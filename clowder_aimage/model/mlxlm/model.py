@@ -24,6 +24,7 @@ from clowder_aimage.model.mlxlm.network_weights import (
 )
 from clowder_aimage.model.mlxlm.prompt_cache import PromptCache, cache_size
 from clowder_aimage.model.mlxlm.token_sampler import TokenSampler
+from clowder_aimage.model.text.chat_prompt import begin_chat
 from clowder_aimage.model.text.chat_template import ChatTemplate, check_request, require_template
 from clowder_aimage.model.text.language_model import (
     CHAT,
@@ -37,15 +38,16 @@ from clowder_aimage.model.text.language_model import (
     Embeddings,
     Sampling,
     TextEvent,
+    TextNotice,
     TextRequest,
+    begin_events,
     require,
     require_characters,
 )
 from clowder_aimage.model.text.sentence_embedding import SentenceEmbedder
-from clowder_aimage.model.text.stream import TextStream, is_in_thoughts
+from clowder_aimage.model.text.stream import TextStream
 from clowder_aimage.model.text.token_table import TokenTable
 from clowder_aimage.model.text.tokenizer_file import TokenizerFiles
-from clowder_aimage.model.text.tool_call_format import call_format
 from clowder_aimage.model.tokenizer_backend import EncodingLimits, TokenizerBackend
 from clowder_aimage.model.weights import ModelWeights
 
@@ -133,28 +135,20 @@ class MlxModel:
 
     def generate(self, request: TextRequest) -> Generator[TextEvent, None, None]:
         check_request(request, self.capabilities)
-        prompt, stream = self._begin(request)
+        prompt, stream, notice = self._begin(request)
         sampling = self._resolve_sampling(request.sampling)
         sampler = TokenSampler(sampling, prompt.tokens, self.context, prompt.begun.count)
         generation = TextGeneration(self._network, self._prompt_cache, self._table, self._ends)
-        return generation.run(prompt, sampler, stream)
+        return begin_events(notice, generation.run(prompt, sampler, stream))
 
-    def _begin(self, request: TextRequest) -> tuple[Prompt, TextStream]:
-        """Return the tokens of a request, and the stream for its text."""
+    def _begin(self, request: TextRequest) -> tuple[Prompt, TextStream, TextNotice]:
+        """Return the tokens of a request, the stream for its text, and remarks."""
         if request.prompt is not None:
-            stream = TextStream(request.stop)
+            stream, notice = TextStream(request.stop), TextNotice()
             tokens = self._encode(request.prompt, has_special=True)
         else:
-            template = require_template(self._template)
-            text = template.render(request)
-            stream = TextStream(
-                request.stop,
-                calls=call_format(template.source) if request.tools else None,
-                tools=request.tools,
-                is_thinking=is_in_thoughts(text),
-                has_thinking=template.has_thinking,
-                is_stripped=self._table.has_leading_space,
-            )
+            template, is_stripped = require_template(self._template), self._table.has_leading_space
+            text, stream, notice = begin_chat(template, request, is_stripped=is_stripped)
             tokens = self._encode(text, has_special=False)
         if not tokens:
             raise UsageError("the prompt has no tokens", field="prompt")
@@ -164,7 +158,7 @@ class MlxModel:
         count = min(room, request.max_tokens or room) - begun.count
         # This runtime states all tokens as numbers
         numbers = [number for number in begun.numbers if isinstance(number, int)]
-        return Prompt([*tokens, *numbers], count, request.alternatives, begun), stream
+        return Prompt([*tokens, *numbers], count, request.alternatives, begun), stream, notice
 
     def _encode(self, text: str, *, has_special: bool) -> list[int]:
         require_characters(text)
@@ -203,7 +197,9 @@ def load(
     config, generation = tokenizer.read_config(), tokenizer.read_object("generation_config.json")
     backend, defaults = tokenizer.build_backend(config), _parse_defaults(generation)
     sources, special = tokenizer.read_templates(config), tokenizer.list_special_tokens(config)
-    template = ChatTemplate(sources, special) if sources else None
+    added = {backend.find_text(number) or "": kind for number, kind in backend.added.items()}
+    hidden = [text for text, is_special in added.items() if is_special]
+    template = ChatTemplate(sources, special, added, hidden) if sources else None
     built = library.make_network(weights.config, context)
     network = built.network
     limit = int(_RESERVE * (memory or get_default_memory()))

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
+from functools import cached_property
 from typing import Any
 
 import jinja2.ext
@@ -19,14 +21,31 @@ import jinja2.parser
 from clowder_aimage.document.strict_json import read_json
 from clowder_aimage.document.template import RenderError, SandboxedTemplate, TemplateLimits
 from clowder_aimage.errors import ChatTemplateError, FormatError, UsageError
-from clowder_aimage.model.text.language_model import GRAMMAR, TextRequest, require
+from clowder_aimage.model.text.content_form import ContentForms
+from clowder_aimage.model.text.language_model import GRAMMAR, TextNotice, TextRequest, require
+from clowder_aimage.model.text.prompt_check import find_lost
+from clowder_aimage.model.text.thought_format import ThoughtFormat, find_format, has_thinking
+from clowder_aimage.model.text.tool_call_format import has_tools
 from clowder_aimage.tensor.config_fields import parse_object
 
 _ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 _MAX_REFUSAL = 300  # characters
 # Long conversations render more text than the templates of other documents
 _LIMITS = TemplateLimits(text=4 << 20, size=512 << 20, seconds=2.0)
+# Those of questions whether it takes a form of messages
+_PROBE_LIMITS = TemplateLimits(steps=100_000, seconds=0.5)
 _TOOL_USE = "tool_use"
+_FILES = {
+    "default": "chat_template.jinja",
+    _TOOL_USE: f"additional_chat_templates/{_TOOL_USE}.jinja",
+}
+# Variables of templates that turn thinking on and off, and that say how much to think
+_SWITCHES = frozenset(("enable_thinking", "thinking"))
+_EFFORTS = frozenset(("reasoning_effort", "thinking_effort", "reasoning_strength"))
+_NO_EFFORT = ("none", "minimal")
+# The tag of transformers, which some templates know
+_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
+_LEAST_SHARE = 0.5  # of a text that a prompt has
 _MAX_ARGUMENTS = 1 << 20  # bytes of a call
 
 
@@ -36,55 +55,119 @@ class ChatTemplate:
     Args:
         sources: Texts of the templates by name; "default" is required.
         tokens: Special tokens by names such as ``bos_token``.
+        added: Tokens that were added to the vocabulary.
+        special: Those of them that are hidden unless they are marks.
     """
 
-    def __init__(self, sources: Mapping[str, str], tokens: Mapping[str, str]) -> None:
-        self._tokens = dict(tokens)
+    def __init__(
+        self,
+        sources: Mapping[str, str],
+        tokens: Mapping[str, str],
+        added: Collection[str] = (),
+        special: Collection[str] = (),
+    ) -> None:
+        self._tokens, self._added = dict(tokens), added
+        self._special = [token for token in special if token not in tokens.values()]
         self.source = "\n".join(sources.values())
         default = sources["default"]
-        self._default = compile_template(default, _LIMITS)
+        self._default = _Variant(compile_template(default, _LIMITS), self._tokens)
         tools = sources.get(_TOOL_USE)
-        self._tools = self._default if tools is None else compile_template(tools, _LIMITS)
+        self._tools = self._default
+        if tools is not None:
+            self._tools = _Variant(compile_template(tools, _LIMITS), self._tokens)
         self._has_short_ids = "[TOOL_CALLS]" in self.source and "length != 9" in self.source
 
     @property
     def has_tools(self) -> bool:
         """True if the template writes tools."""
-        return re.search(r"\btools\b", self.source) is not None
+        return has_tools(self.source)
 
-    @property
+    @cached_property
     def has_thinking(self) -> bool:
         """True if the template has thoughts before an answer."""
-        return "enable_thinking" in self.source or "<think>" in self.source
+        return has_thinking(self.source)
 
-    def render(self, request: TextRequest) -> str:
-        """Return the messages of a request as a prompt that asks for an answer.
+    @cached_property
+    def format(self) -> ThoughtFormat:
+        """The marks of the model's thoughts and answers."""
+        user, answer = ({"role": role, "content": "x"} for role in ("user", "assistant"))
+        turns = self._default.try_render([user, answer, user]) or ""
+        return find_format(self.source, self._added, self._special, turns)
+
+    @property
+    def has_switch(self) -> bool:
+        """True if the template can turn thinking off."""
+        return self._default.has_switch
+
+    def compose(
+        self, request: TextRequest, preceding: Sequence[Mapping[str, Any]] = ()
+    ) -> tuple[str, TextNotice]:
+        """Return the messages of a request as a prompt, after ``preceding`` ones, and remarks.
 
         Raises:
-            UsageError: The template refuses the messages, for the reason in the error's message.
+            UsageError: The template refuses the messages, for the reason in the error's message, or
+                leaves out the text that it should answer.
             ChatTemplateError: The template fails. The error contains no text of the request, so
                 that it can be logged.
         """
+        variant = self._tools if request.tools else self._default
+        options, notice = variant.choose_options(request, self.has_thinking)
+        messages = [
+            self._build_message(message, variant) for message in (*preceding, *request.messages)
+        ]
+        if request.is_continued:
+            _append_tag(messages[-1])
         # The names are those that ``apply_chat_template`` of transformers passes
         values: dict[str, Any] = {
-            "messages": [self._build_message(message) for message in request.messages],
+            "messages": messages,
             "tools": [dict(tool) for tool in request.tools] or None,
             "documents": None,
-            "add_generation_prompt": True,
+            "add_generation_prompt": request.has_opening and not request.is_continued,
         }
-        if request.thinking is not None:
-            values["enable_thinking"] = request.thinking
-        template = self._tools if request.tools else self._default
-        try:
-            return template.render({**values, **self._tokens})
-        except RenderError as error:
-            raise _build_refusal_error(error) or _build_render_error(error) from None
+        prompt = variant.render({**values, **options})
+        if request.is_continued:
+            prompt = _cut_at_tag(prompt)
+        return prompt, replace(notice, warnings=(*notice.warnings, *self._check(request, prompt)))
 
-    def _build_message(self, message: Mapping[str, Any]) -> dict[str, Any]:
+    def _check(self, request: TextRequest, prompt: str) -> list[str]:
+        """Return warnings about texts that a prompt lacks. Raises UsageError for the question."""
+        warnings = _check_tools(request, prompt)
+        roles = [message.get("role") for message in request.messages]
+        asked = max((at for at, role in enumerate(roles) if role == "user"), default=-1)
+        asked = len(roles) - 1 if request.is_continued else asked
+        texts = (
+            (number, text)
+            for number, message in enumerate(request.messages)
+            for text in self._list_texts(message)
+        )
+        for number, share in find_lost(texts, prompt).items():
+            field = f"messages[{number}] ({roles[number]})"
+            if share <= _LEAST_SHARE and number == asked:
+                raise UsageError(
+                    f"the model's chat template leaves out the text of {field}, so that the model"
+                    " cannot answer it",
+                    field="messages",
+                )
+            part = "the text" if share <= _LEAST_SHARE else "a part of the text"
+            warnings.append(f"the model's chat template leaves out {part} of {field}")
+        return warnings
+
+    def _list_texts(self, message: Mapping[str, Any]) -> list[str]:
+        """Return the texts of a message, without earlier thoughts, which templates leave out."""
+        content = message.get("content") or ""
+        texts = [content] if isinstance(content, str) else [part["text"] for part in content]
+        if message.get("role") == "assistant":
+            return [self.format.cut_thoughts(text) for text in texts]
+        return texts
+
+    def _build_message(self, message: Mapping[str, Any], variant: _Variant) -> dict[str, Any]:
         """Return a message as templates expect it: arguments are objects, and texts exist."""
         result = dict(message)
-        if result.get("content") is None:
-            result["content"] = ""
+        form = variant.forms.find(str(result.get("role")))
+        result["content"] = form.convert(result.get("content") or "")
+        # Templates read the thoughts of earlier answers by these names
+        if result.get("reasoning_content"):
+            result.setdefault("thinking", result["reasoning_content"])
         if result.get("tool_calls"):
             result["tool_calls"] = [self._call(call) for call in result["tool_calls"]]
         else:
@@ -117,6 +200,98 @@ class ChatTemplate:
         return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:9]
 
 
+class _Variant:
+    """One of the templates of a model, with the special tokens."""
+
+    def __init__(self, template: SandboxedTemplate, tokens: Mapping[str, str]) -> None:
+        self._template, self._tokens = template, tokens
+        self.forms = ContentForms(self.try_render)
+
+    def render(self, values: Mapping[str, Any]) -> str:
+        """Return the text of the template. Raises UsageError, ChatTemplateError."""
+        try:
+            return self._template.render({**values, **self._tokens})
+        except RenderError as error:
+            raise _build_refusal_error(error) or _build_render_error(error) from None
+
+    def try_render(self, messages: list[dict[str, Any]]) -> str | None:
+        """Return a prompt of these messages, None if the template fails."""
+        values = {"messages": messages, "tools": None, "documents": None}
+        opening = {"add_generation_prompt": True}
+        try:
+            return self._template.render({**values, **opening, **self._tokens}, _PROBE_LIMITS)
+        except RenderError:
+            return None
+
+    @property
+    def has_switch(self) -> bool:
+        """True if the template can turn thinking off."""
+        return bool(self._names & _SWITCHES)
+
+    @cached_property
+    def _names(self) -> frozenset[str]:
+        """The variables that the template reads."""
+        try:
+            return self._template.names
+        except RenderError:
+            return frozenset()
+
+    def choose_options(
+        self, request: TextRequest, has_thinking: bool
+    ) -> tuple[dict[str, Any], TextNotice]:
+        """Return the variables that a request sets, and remarks on those without an effect."""
+        names, ignored, warnings = self._names, [], []
+        switches, efforts = names & _SWITCHES, names & _EFFORTS
+        thinking = request.thinking
+        if thinking is None and request.effort is not None and switches:
+            thinking = request.effort not in _NO_EFFORT
+        if request.effort is not None and not efforts and not switches:
+            ignored.append("reasoning_effort")
+        options: dict[str, Any] = {}
+        if thinking is not None:
+            options |= dict.fromkeys(switches, thinking)
+            if has_thinking and not thinking and not switches and not efforts:
+                warnings.append("the model's chat template cannot turn thinking off")
+        if request.effort is not None:
+            options |= dict.fromkeys(efforts, request.effort)
+        for name, value in request.template_options.items():
+            if name in names:
+                options[name] = value
+            elif not (name in _SWITCHES and switches):
+                ignored.append(f"chat_template_kwargs.{name}")
+        return options, TextNotice(tuple(warnings), tuple(ignored))
+
+
+def _check_tools(request: TextRequest, prompt: str) -> list[str]:
+    """Return a warning if a prompt has none of the tools of a request."""
+    names = [str((tool.get("function") or {}).get("name")) for tool in request.tools]
+    if not names or any(name in prompt for name in names):
+        return []
+    return ["the model's chat template leaves out the tools: the model does not know them"]
+
+
+def _append_tag(message: dict[str, Any]) -> None:
+    """Mark the end of the text of a message."""
+    content = message["content"]
+    if isinstance(content, str):
+        message["content"] = content + _TAG
+    else:
+        content[-1] = {**content[-1], "text": content[-1]["text"] + _TAG}
+
+
+def _cut_at_tag(prompt: str) -> str:
+    """Return a prompt up to the end of the text that is continued. Raises UsageError."""
+    head, tag, tail = prompt.rpartition(_TAG.strip())
+    if not tag:
+        raise UsageError(
+            "the model's chat template does not write the last message of the assistant, so that it"
+            " cannot be continued",
+            field="messages",
+        )
+    # A template that trims texts has moved the tag
+    return head if tail.startswith(" ") else head.rstrip()
+
+
 def find_templates(
     config: Mapping[str, Any], read: Callable[[str], bytes | None]
 ) -> dict[str, str]:
@@ -127,9 +302,21 @@ def find_templates(
     Raises:
         ChatTemplateError, ModelError: A file is malformed.
     """
-    # The order of transformers: a file of its own has precedence over the configuration
-    if (data := read("chat_template.jinja")) is not None:
-        return {"default": _decode_text("chat_template.jinja", data)}
+    # The order of transformers: files have precedence over the configuration
+    files = {
+        name: _decode_text(path, data)
+        for name, path in _FILES.items()
+        if (data := read(path)) is not None
+    }
+    if "default" in files:
+        return files
+    return _add_default(_read_templates(config, read) | files)
+
+
+def _read_templates(
+    config: Mapping[str, Any], read: Callable[[str], bytes | None]
+) -> dict[str, str]:
+    """Return the templates in JSON files by name."""
     sources = config.get("chat_template")
     if sources is None and (data := read("chat_template.json")) is not None:
         sources = parse_object("chat_template.json", data).get("chat_template")
@@ -143,13 +330,15 @@ def find_templates(
         }
     if not isinstance(sources, dict):
         return {}
-    templates = {
-        name: text
-        for name, text in sources.items()
-        if name in ("default", _TOOL_USE) and isinstance(text, str)
+    # Other ones, such as "rag", need what no request has
+    return {
+        name: text for name, text in sources.items() if name in _FILES and isinstance(text, str)
     }
+
+
+def _add_default(templates: dict[str, str]) -> dict[str, str]:
     if templates and "default" not in templates:
-        templates["default"] = templates[_TOOL_USE]
+        return {**templates, "default": templates[_TOOL_USE]}
     return templates
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, Protocol
@@ -100,15 +101,19 @@ _NONE = DrawnTokens()
 class TextRequest:
     """A request for text: an answer to ``messages``, or the continuation of ``prompt``.
 
-    messages: those of OpenAI's API, with texts as content: ``role``, ``content``, ``tool_calls``,
-    ``tool_call_id``, ``name``. prompt: used as it is, without a template. tools: functions that the
-    model may call, as in OpenAI's API. max_tokens: None for as many as the context has room for.
-    stop: strings that end the text and are not part of it. alternatives: the number of most
-    probable tokens that are returned for each token, with its own log probability; None for no log
-    probabilities. schema: the JSON Schema of the answer; an empty one is any JSON object. thinking:
-    the template's ``enable_thinking``; None for its default. must_call: names of tools of which the
-    answer calls some, and says nothing else; one call if it ``has_one_call``. begun: tokens of the
-    text that were drawn before. The text continues after them; ``max_tokens`` includes them.
+    messages: those of OpenAI's API: ``role``, ``content`` (a text, or a list of parts of the type
+    text), ``tool_calls``, ``tool_call_id``, ``name``, ``reasoning_content``. prompt: used as it is,
+    without a template. tools: functions that the model may call, as in OpenAI's API. max_tokens:
+    None for as many as the context has room for. stop: strings that end the text and are not part
+    of it. alternatives: the number of most probable tokens that are returned for each token, with
+    its own log probability; None for no log probabilities. schema: the JSON Schema of the answer;
+    an empty one is any JSON object. thinking: turns thinking on or off in the template; None for
+    its default. effort: how much to think, in the words of OpenAI's API. template_options: further
+    variables of the template. has_opening: the prompt ends with the beginning of an answer.
+    is_continued: the last message is an answer that the text continues. must_call: names of tools
+    of which the answer calls some, and says nothing else; one call if it ``has_one_call``. begun:
+    tokens of the text that were drawn before. The text continues after them; ``max_tokens``
+    includes them.
     """
 
     messages: tuple[Mapping[str, Any], ...] = ()
@@ -120,6 +125,10 @@ class TextRequest:
     alternatives: int | None = None
     schema: Mapping[str, Any] | None = None
     thinking: bool | None = None
+    effort: str | None = None
+    template_options: Mapping[str, Any] = field(default_factory=dict)
+    has_opening: bool = True
+    is_continued: bool = False
     must_call: tuple[str, ...] = ()
     has_one_call: bool = False
     begun: DrawnTokens = _NONE
@@ -131,6 +140,8 @@ class TextRequest:
 
     def __post_init__(self) -> None:
         """Reject fields that are out of bounds. Raises UsageError."""
+        if self.is_continued:
+            self._check_continued()
         if bool(self.messages) == (self.prompt is not None):
             raise UsageError("a request has either messages or a prompt")
         if self.max_tokens is not None and self.max_tokens < 1:
@@ -139,6 +150,19 @@ class TextRequest:
             raise UsageError(f"stop has up to {MAX_STOPS} strings of 1 to {MAX_STOP} characters")
         if self.alternatives is not None and not 0 <= self.alternatives <= MAX_ALTERNATIVES:
             raise UsageError(f"top_logprobs must be between 0 and {MAX_ALTERNATIVES}")
+
+    def _check_continued(self) -> None:
+        """Raise UsageError for an answer that cannot be continued."""
+        if not self.messages or not is_answer(self.messages[-1]):
+            message = "only a last message of the assistant with a text can be continued"
+            raise UsageError(message, field="messages")
+        for name, is_set in (("tools", bool(self.tools)), ("a schema", self.schema is not None)):
+            if is_set:
+                raise UsageError(
+                    f"the last message of the assistant cannot be continued with {name}",
+                    hint="end the messages with one of the user",
+                    field="messages",
+                )
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> TextRequest:
@@ -151,6 +175,12 @@ class TextRequest:
         if "begun" in fields:
             fields["begun"] = DrawnTokens.from_json(value["begun"])
         return cls(**fields)
+
+
+def is_answer(message: Mapping[str, Any]) -> bool:
+    """Return True for a message of the assistant with a text and without calls."""
+    is_text = bool(message.get("content")) and not message.get("tool_calls")
+    return is_text and message.get("role") == "assistant"
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +240,33 @@ class TextEnd:
     seconds: float = 0.0
 
 
-TextEvent = TextDelta | ToolCall | TextEnd
+@dataclass(frozen=True, slots=True)
+class TextNotice:
+    """Remarks on a request, before its text.
+
+    warnings: sentences. ignored: fields without an effect on this model.
+    """
+
+    warnings: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
+
+
+TextEvent = TextDelta | ToolCall | TextEnd | TextNotice
+
+
+def begin_events(
+    notice: TextNotice, events: Generator[TextEvent, None, None]
+) -> Generator[TextEvent, None, None]:
+    """Return the events, after the notice if it says something."""
+    return _prepend(notice, events) if notice.warnings or notice.ignored else events
+
+
+def _prepend(
+    notice: TextNotice, events: Generator[TextEvent, None, None]
+) -> Generator[TextEvent, None, None]:
+    with closing(events):
+        yield notice
+        yield from events
 
 
 def join_deltas(events: Iterable[TextEvent]) -> Iterator[TextEvent]:
@@ -346,7 +402,7 @@ class LanguageModel(Protocol):
         """
 
     def generate(self, request: TextRequest) -> Generator[TextEvent, None, None]:
-        """Yield deltas, calls, and a TextEnd; closing the generator ends the request.
+        """Yield a TextNotice if needed, deltas, calls, and a TextEnd; closing it ends the request.
 
         A delta may be empty, so that other requests run while a prompt is read.
 

@@ -6,6 +6,7 @@ Text that may be the beginning of a mark or of a stop string is held back until 
 from __future__ import annotations
 
 import codecs
+import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -15,14 +16,19 @@ from clowder_aimage.model.text.language_model import (
     TOOL_CALLS,
     DrawnTokens,
     TextDelta,
-    TextEnd,
     TextEvent,
     Token,
+    ToolCall,
 )
+from clowder_aimage.model.text.thought_format import PLAIN, ThoughtFormat
 from clowder_aimage.model.text.tool_call_format import CallFormat, Tools
 
-THINK, THOUGHT = "<think>", "</think>"  # around thoughts
-_CONTENT, _THINKING, _CALL = "content", "thinking", "call"
+_CONTENT, _THINKING, _CALL, _HEADER = "content", "thinking", "call", "header"
+# Characters of a header: a longer one is text
+_MAX_HEADER = 256
+# The function that a message is sent to; messages to others are no calls
+_RECIPIENT = re.compile(r"\bto=([\w.:-]{1,256})")
+_NO_FUNCTIONS = frozenset(("", "self", "user", "assistant"))
 _PARTIAL = DrawnTokens(is_partial=True)
 
 
@@ -33,8 +39,10 @@ class TextStream:
         stop: Strings that end the text and are not part of it.
         calls: The format of calls; None for a text without calls.
         tools: The functions that may be called.
-        is_thinking: The prompt ends inside thoughts.
-        has_thinking: Thoughts between marks are separated.
+        format_: The marks of thoughts and answers.
+        opened: The mark of thoughts, or of an answer, that the prompt ends with.
+        in_header: The prompt ends in the header of a message.
+        is_begun: The text continues an answer.
         is_stripped: Spaces at the beginning are not part of the text.
     """
 
@@ -44,15 +52,29 @@ class TextStream:
         *,
         calls: CallFormat | None = None,
         tools: Tools = (),
-        is_thinking: bool = False,
-        has_thinking: bool = False,
+        format_: ThoughtFormat = PLAIN,
+        opened: str = "",
+        in_header: bool = False,
+        is_begun: bool = False,
         is_stripped: bool = False,
     ) -> None:
         self._stop, self._calls, self._tools = tuple(stop), calls, tools
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._state = _THINKING if is_thinking else _CONTENT
-        self._has_thinking, self._is_stripped = has_thinking, is_stripped or is_thinking
-        self._is_begun = False  # the answer has begun
+        self._format = format_
+        end = format_.thoughts.get(opened)
+        self._thought_ends: tuple[str, ...] = () if end is None else (end,)
+        self._answer_end = format_.answers.get(opened, "")
+        # Marks that end thoughts which began without a mark
+        self._unopened = frozenset[str]() if opened or is_begun else format_.unopened
+        call_marks = (*calls.starts, calls.end) if calls else ()
+        self.marks = frozenset((*format_.marks, *format_.shown, *call_marks)) - {""}
+        """Texts of the special tokens that are passed on; all others are hidden."""
+        self._state = _THINKING if self._thought_ends else _CONTENT
+        self._function = ""  # the recipient of a call
+        if in_header and not opened:
+            self._state = _HEADER
+        self._is_stripped = is_stripped
+        self._is_begun = is_begun  # the answer has begun
         self._buffer, self._mark = "", ""
         self._offset = 0  # characters before the buffer
         # Tokens with the offsets of their ends: several tokens can be a character of the text
@@ -61,13 +83,6 @@ class TextStream:
         self.count = 0  # tokens that were drawn
         self.has_called = False
         self.is_stopped = False
-
-    @property
-    def marks(self) -> frozenset[str]:
-        """Texts of the special tokens that belong to the text; all others are hidden."""
-        thinking = (THINK, THOUGHT) if self._has_thinking else ()
-        calls = self._calls
-        return frozenset((*thinking, *((*calls.starts, calls.end) if calls else ())))
 
     @property
     def reason(self) -> str:
@@ -128,27 +143,44 @@ class TextStream:
                 ),
                 default=None,
             )
-            if match is None:
+            if match is not None:
+                offset, _, mark = match
+                yield from self._reach(offset, mark)
+            elif self._state == _HEADER and (is_end or len(self._buffer) > _MAX_HEADER):
+                yield from self._release_header(len(self._buffer))
+            else:
                 break
-            offset, _, mark = match
-            yield from self._reach(offset, mark)
         else:
             return
         if is_end:
             yield from self._close()
-        elif self._state != _CALL:
+        elif self._state not in (_CALL, _HEADER) and not self._is_held:
             yield from self._release(len(self._buffer) - self._compute_held_length(marks))
+
+    @property
+    def _is_held(self) -> bool:
+        """Return True while the text may turn out to be thoughts that began without a mark."""
+        return bool(self._unopened) and self._state == _CONTENT and not self._is_begun
 
     @property
     def _state_ends(self) -> tuple[str, ...]:
         """Return the strings that end the present state."""
+        form = self._format
+        if self._state == _HEADER:
+            return (form.headers.end,) if form.headers else ()
         if self._state == _CALL:
+            if self._function:
+                return form.headers.closes if form.headers else ()
             end = self._calls.end if self._calls else ""
             return (end,) if end and self._mark else ()
         if self._state == _THINKING:
-            return (*self._stop, THOUGHT)
-        begins = (THINK,) if self._has_thinking and not self._is_begun else ()
-        return (*self._stop, *begins, *(self._calls.starts if self._calls else ()))
+            return (*self._stop, *self._thought_ends)
+        marks = [*self._stop, *(self._calls.starts if self._calls else ())]
+        if not self._is_begun:
+            marks += [*form.thoughts, *form.answers, *self._unopened]
+        if form.headers is not None:
+            marks += [*form.headers.starts, *form.headers.closes]
+        return (*marks, self._answer_end) if self._answer_end else tuple(marks)
 
     def _is_bare_call(self) -> bool:
         """Return True if the answer begins with JSON and may be a call without a mark."""
@@ -162,21 +194,71 @@ class TextStream:
             yield from self._call(self._buffer[:offset], mark)
             self._skip(offset + len(mark))
             self._state, self._is_stripped = _CONTENT, True
+            self._function = ""
             return
+        if self._state == _HEADER:
+            yield from self._read_header(offset, mark)
+            return
+        # Without a mark before them, it is clear only now that these were thoughts
+        if self._is_held and mark in self._unopened:
+            self._state = _THINKING
         yield from self._release(offset, is_before_mark=mark not in self._stop)
         if mark in self._stop:
             self.is_stopped = True
             return
         # A mark inside the answer is text: an answer can be about these marks
-        if mark == THINK and self._is_begun:
+        if self._is_begun and mark in {*self._format.thoughts, *self._format.answers}:
             yield from self._release(len(mark))
             return
+        self._enter(mark)
+
+    def _enter(self, mark: str) -> None:
+        """Skip a mark at the beginning of the buffer, and enter the state after it."""
+        form = self._format
+        was_thinking = self._state == _THINKING
         self._skip(len(mark))
-        self._is_stripped = True
-        if mark in (THINK, THOUGHT):
-            self._state = _THINKING if mark == THINK else _CONTENT
-        else:
+        self._is_stripped, self._state = True, _CONTENT
+        if form.headers is not None and mark in form.headers.starts:
+            self._state, self._mark = _HEADER, mark
+        elif was_thinking:
+            self._unopened = frozenset()
+        elif mark in form.thoughts:
+            self._state, self._thought_ends = _THINKING, (form.thoughts[mark],)
+        elif mark in form.answers:
+            self._answer_end = form.answers[mark]
+        elif mark == self._answer_end:
+            self._answer_end = ""
+        elif self._calls is not None and mark in self._calls.starts:
             self._state, self._mark = _CALL, mark
+
+    def _read_header(self, offset: int, end: str) -> Iterator[TextEvent]:
+        """Enter the state of the message after a header, which the buffer begins with."""
+        length, header = offset + len(end), self._buffer[:offset]
+        match = _RECIPIENT.search(header)
+        recipient = match[1] if match else ""
+        is_thought = recipient == "self" or "analysis" in header
+        if recipient not in _NO_FUNCTIONS and not is_thought:
+            if self._calls is None:
+                yield from self._release_header(length)
+                return
+            self._state, self._function = _CALL, recipient.removeprefix("functions.")
+            self._mark += self._buffer[:length]
+        elif is_thought and self._format.headers is not None:
+            headers = self._format.headers
+            self._state, self._thought_ends = _THINKING, (*headers.starts, *headers.closes)
+        else:
+            self._state = _CONTENT
+        self._skip(length)
+        self._is_stripped = True
+
+    def _release_header(self, length: int) -> Iterator[TextEvent]:
+        """Yield a header, with its marks, as text of the answer: its meaning is unknown."""
+        text = self._mark + self._buffer[:length]
+        tokens = self._take_tokens(length)
+        self._skip(length)
+        self._state, self._mark, self._is_begun = _CONTENT, "", True
+        if text:
+            yield TextDelta(text, _CONTENT, tokens)
 
     def _close(self) -> Iterator[TextEvent]:
         """End the text in its present state."""
@@ -188,7 +270,9 @@ class TextStream:
 
     def _call(self, text: str, end: str) -> Iterator[TextEvent]:
         """Yield the calls in a text, or the text with its marks if it has none."""
-        calls = self._calls.parse(text, self._tools) if self._calls else []
+        calls: list[ToolCall] = []
+        if self._calls is not None:
+            calls = self._calls.parse(text, self._tools, self._function)
         if calls:
             self.has_called = self._is_begun = True
             yield from calls
@@ -249,9 +333,4 @@ class TextStream:
 
 
 def _with_drawn(event: TextEvent, drawn: DrawnTokens) -> TextEvent:
-    return event if isinstance(event, TextEnd) else replace(event, drawn=drawn)
-
-
-def is_in_thoughts(prompt: str) -> bool:
-    """Return True if a rendered prompt ends inside thoughts, as some templates begin them."""
-    return prompt.rstrip().endswith(THINK)
+    return replace(event, drawn=drawn) if isinstance(event, TextDelta | ToolCall) else event

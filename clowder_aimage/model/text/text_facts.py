@@ -20,6 +20,8 @@ from clowder_aimage.model.text.embedding_recipe import Read, read_recipe
 from clowder_aimage.model.text.encoder_config import has_words, is_encoder, read_encoder
 from clowder_aimage.model.text.language_model import CHAT, COMPLETION, EMBEDDING, THINKING, TOOLS
 from clowder_aimage.model.text.runtime import find_runtime
+from clowder_aimage.model.text.thought_format import has_thinking
+from clowder_aimage.model.text.tool_call_format import has_tools
 from clowder_aimage.oci import Digest, mediatype
 from clowder_aimage.tensor.config_fields import parse_object
 
@@ -29,8 +31,11 @@ _MAX_FILE = 16 << 20
 _LEAST_HEAD = 16
 # The way to pool of a model that ranks documents (enum llama_pooling_type)
 _RANK = 4
-_TOOLS = re.compile(r"\btools\b")
-_THINKING = re.compile(r"enable_thinking|<think>")
+# The keys of templates in GGUF by name
+GGUF_TEMPLATES = {
+    "default": "tokenizer.chat_template",
+    "tool_use": "tokenizer.chat_template.tool_use",
+}
 _CONFIG = "tokenizer_config.json"
 _NO_TOKENIZER = "it has no tokenizer that can be read"
 # Architectures that compute embeddings only: ggml-org/llama.cpp, src/llama-arch.cpp, and classes of
@@ -93,11 +98,14 @@ def _read_gguf_facts(store: ImageLayout, aimage: AImage) -> TextFacts:
     if fault := _find_gguf_fault(heads, pooling):
         return TextFacts(Ability((), LLAMA, fault=fault), context, "")
     # A template of a layer has precedence over the template in GGUF's metadata, as in llama.cpp
-    template = _read_template(store, aimage)
-    template = template or str(find_value(head, "tokenizer.chat_template") or "")
+    templates = _read_templates(store, aimage) or {
+        name: text
+        for name, key in GGUF_TEMPLATES.items()
+        if isinstance(text := find_value(head, key), str)
+    }
     if pooling or is_embedder(aimage):
-        return TextFacts(Ability((EMBEDDING,), LLAMA), context, template)
-    return _describe_writer(Ability((COMPLETION,), LLAMA), context, template)
+        return TextFacts(Ability((EMBEDDING,), LLAMA), context, templates.get("default", ""))
+    return _describe_writer(Ability((COMPLETION,), LLAMA), context, templates)
 
 
 def _find_gguf_fault(heads: Sequence[bytes], pooling: object) -> str:
@@ -117,7 +125,8 @@ def _read_transformers_facts(store: ImageLayout, aimage: AImage) -> TextFacts:
     config = parse_object("config.json", read("config.json") or b"{}")
     if is_encoder(config):
         return _read_encoder_facts(aimage, config, read)
-    template, context = _read_template(store, aimage), _find_context(aimage)
+    templates, context = _read_templates(store, aimage), _find_context(aimage)
+    template = templates.get("default", "")
     network: dict[str, Any] = {key: config.get(key) for key in ("model_type", "architectures")}
     ability = Ability((COMPLETION,), MLX_LM, network)
     if not (_has(aimage, "tokenizer.json") or _has(aimage, "vocab.json", "merges.txt")):
@@ -131,7 +140,7 @@ def _read_transformers_facts(store: ImageLayout, aimage: AImage) -> TextFacts:
         ability = replace(ability, capabilities=(EMBEDDING,), fault=fault)
         return TextFacts(ability, context, "")
     capabilities = (COMPLETION, EMBEDDING) if has_pooling else (COMPLETION,)
-    return _describe_writer(replace(ability, capabilities=capabilities), context, template)
+    return _describe_writer(replace(ability, capabilities=capabilities), context, templates)
 
 
 def _read_encoder_facts(aimage: AImage, config: Mapping[str, Any], read: Read) -> TextFacts:
@@ -149,12 +158,15 @@ def _has(aimage: AImage, *names: str) -> bool:
     return all(aimage.find(name) or aimage.find(f"model/{name}") for name in names)
 
 
-def _describe_writer(ability: Ability, context: int | None, template: str) -> TextFacts:
-    """Return the facts of a model that writes texts, with what its template adds."""
-    capabilities = [CHAT] if template else []
+def _describe_writer(
+    ability: Ability, context: int | None, templates: Mapping[str, str]
+) -> TextFacts:
+    """Return the facts of a model that writes texts, with what its templates add."""
+    source, template = "\n".join(templates.values()), templates.get("default", "")
+    capabilities = [CHAT] if source else []
     capabilities += ability.capabilities
-    capabilities += [TOOLS] if _TOOLS.search(template) else []
-    capabilities += [THINKING] if _THINKING.search(template) else []
+    capabilities += [TOOLS] if has_tools(source) else []
+    capabilities += [THINKING] if has_thinking(source) else []
     ability = replace(ability, capabilities=tuple(capabilities))
     return TextFacts(ability, context, template, is_final=_can_render())
 
@@ -183,13 +195,13 @@ def _read_file(store: ImageLayout, aimage: AImage, name: str) -> bytes | None:
     return read_all(store.open(layer.descriptor), layer.descriptor, _MAX_FILE)
 
 
-def _read_template(store: ImageLayout, aimage: AImage) -> str:
-    """Return the default template in a file; without jinja2 nothing can be rendered."""
+def _read_templates(store: ImageLayout, aimage: AImage) -> dict[str, str]:
+    """Return the templates in files by name; without jinja2 nothing can be rendered."""
     try:
         from clowder_aimage.model.text.chat_template import find_templates
     except ModuleNotFoundError:
-        return ""
+        return {}
 
     read = partial(_read_file, store, aimage)
     config = parse_object(_CONFIG, data) if (data := read(_CONFIG)) else {}
-    return find_templates(config, read).get("default", "")
+    return find_templates(config, read)

@@ -10,6 +10,10 @@ The chat template shows the form that a model writes:
                       [TOOL_CALLS]name[ARGS]{...}
     Llama 3.1         {"name": ..., "parameters": {...}}, the whole answer, perhaps after
                       <|python_tag|>, several of them separated by ;
+    Seed              <seed:tool_call>, then as Qwen3-Coder
+    Command           <|START_ACTION|>[{"tool_name": ..., "parameters": {...}}]<|END_ACTION|>
+    Nemotron          <TOOLCALL>[{"name": ..., "arguments": {...}}]</TOOLCALL>
+    gpt-oss           a message to the function, whose body is the arguments, see thought_format
 """
 
 from __future__ import annotations
@@ -50,12 +54,17 @@ class CallFormat:
     end: str = ""
     is_whole: bool = False
 
-    def parse(self, text: str, tools: Tools = ()) -> list[ToolCall]:
-        """Return the calls between the marks, or an empty list if the text has another form."""
+    def parse(self, text: str, tools: Tools = (), function: str = "") -> list[ToolCall]:
+        """Return the calls between the marks, or an empty list if the text has another form.
+
+        ``function`` is the name, if the text has the arguments only.
+        """
         # Models make mistakes: a malformed call is text of the answer, not an error
         if len(text) > MAX_CALL:
             return []
         try:
+            if function:
+                return [_call(function, read_json(text.encode(), "the arguments"))]
             return _parse(text.strip(), tools)
         except (FormatError, ValueError, RecursionError):
             return []
@@ -64,14 +73,27 @@ class CallFormat:
 TAGGED = CallFormat(("<tool_call>",), "</tool_call>")
 BRACKETED = CallFormat(("[TOOL_CALLS]",))
 WHOLE = CallFormat(("<|python_tag|>",), is_whole=True)
+# Each is a message of its own
+MESSAGES = CallFormat(())
+_MARKED = (
+    CallFormat(("<seed:tool_call>",), "</seed:tool_call>"),
+    CallFormat(("<|START_ACTION|>",), "<|END_ACTION|>"),
+    CallFormat(("<TOOLCALL>",), "</TOOLCALL>"),
+    TAGGED,
+    BRACKETED,
+)
+
+
+def has_tools(template: str) -> bool:
+    """Return True if a template writes tools."""
+    return re.search(r"\btools\b", template) is not None
 
 
 def call_format(template: str) -> CallFormat:
     """Return the format in a chat template; JSON as the whole answer by default."""
-    for form in (TAGGED, BRACKETED):
-        if form.starts[0] in template:
-            return form
-    return WHOLE
+    if "<|channel|>" in template and "<|message|>" in template:
+        return MESSAGES
+    return next((form for form in _MARKED if form.starts[0] in template), WHOLE)
 
 
 def _parse(text: str, tools: Tools) -> list[ToolCall]:
@@ -124,7 +146,7 @@ def _from_json(value: Any) -> ToolCall:
     arguments = value.get("arguments", value.get("parameters", {}))
     if isinstance(arguments, str):
         arguments = read_json(arguments.encode(), "the arguments")
-    return _call(value.get("name"), arguments)
+    return _call(value.get("name", value.get("tool_name")), arguments)
 
 
 def _parse_named_calls(text: str) -> list[ToolCall]:
