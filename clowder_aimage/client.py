@@ -254,6 +254,7 @@ def create(
         (store or Store()).layout,
         reference,
         Path(path),
+        form=ModelForm(is_chosen=hub_name is not None),
         provenance=Provenance(license, source, defaults=build_request_defaults(steps, guidance)),
         recipe=Recipe.parse(dtype, quantize),
         on_survey=counter.begin,

@@ -20,10 +20,11 @@ from clowder_aimage.exporter.file_name import FileNames
 from clowder_aimage.exporter.layer_store import LayerStore, is_gathered
 from clowder_aimage.exporter.plan import MLX, ExportPlan, FileChunk
 from clowder_aimage.family.image_family import QUANTIZED, TRANSFORMER, ImageFamily, LayoutFile
+from clowder_aimage.formats.diffusers import MODEL_INDEX
 from clowder_aimage.formats.family_model import SOURCE
 from clowder_aimage.formats.model_tree import naming
 from clowder_aimage.formats.stored_weights import group_weights, read_stored
-from clowder_aimage.oci import Descriptor, read_json
+from clowder_aimage.oci import Descriptor, mediatype, read_json
 from clowder_aimage.tensor import DTYPE_BITS, Header, encode_header
 from clowder_aimage.tensor.header import MAX_HEADER_SIZE, parse_header
 from clowder_aimage.tensor.quantization_config import QuantizationConfig
@@ -81,6 +82,7 @@ class FamilyPlanner:
         whole_layers += [
             layer for layer in self._aimage.layers if layer.name.startswith(folders or "//")
         ]
+        whole_layers += filter(self._is_document, self._aimage.layers)
         names = FileNames()
         for name in (*self._generated, *(layer.name for layer in whole_layers)):
             names.add_file(name)
@@ -88,6 +90,11 @@ class FamilyPlanner:
         return ExportPlan(
             names, self._generated, self._chunks, whole_layers, (), (), self._count, quantized
         )
+
+    def _is_document(self, layer: Layer) -> bool:
+        """Return True for a licence, a card or another file beside the components."""
+        is_file = layer.descriptor.media_type == mediatype.AIMAGE_FILE and not layer.component
+        return is_file and layer.name not in (MODEL_INDEX, *self._generated)
 
     def _plan_restored(self, tensors: Tensors, whole_layers: list[Layer]) -> bool:
         """Plan the imported files with these tensors; return False if they are incomplete."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from clowder_aimage.adapter.names import (
@@ -17,16 +17,18 @@ from clowder_aimage.formats import (
     controlnet,
     family_model,
     gguf,
-    gguf_header,
     lora,
     model_tree,
     onnx,
     savedmodel,
     torchscript,
+    zip_directory,
 )
 from clowder_aimage.formats.diffusers import MODEL_INDEX, is_component, read_class_name
 from clowder_aimage.formats.family_weights import has_transformer, is_transformer
-from clowder_aimage.formats.onnx_graph import is_model
+from clowder_aimage.formats.file_content import GGUF, ONNX, PICKLE, TORCHSCRIPT, identify
+from clowder_aimage.formats.file_content import SAFETENSORS as FILE_SAFETENSORS
+from clowder_aimage.formats.other_files import find_models, format_models
 from clowder_aimage.formats.shard_index import read_file
 
 DIFFUSERS, LORA, TRANSFORMERS = "diffusers", "lora", "transformers"
@@ -34,6 +36,7 @@ DIFFUSERS, LORA, TRANSFORMERS = "diffusers", "lora", "transformers"
 CHECKPOINT = "safetensors"
 SAFETENSORS = ".safetensors"
 _CONFIG = "config.json"
+_KINDS = {GGUF: gguf.FORMAT, ONNX: onnx.FORMAT, TORCHSCRIPT: torchscript.FORMAT}
 _KNOWN = (
     "a diffusers, Transformers, PEFT or TensorFlow SavedModel directory, a directory of ComfyUI, "
     "MLX or mflux, or a GGUF, ONNX, TorchScript or safetensors file (a checkpoint or LoRA)"
@@ -60,20 +63,16 @@ def detect(path: Path) -> str:
 def _detect_file(path: Path) -> str:
     start, ending = model_tree.read_start(path), path.suffix.lower()
     model_tree.check_not_pointer(path, start)
-    if start.startswith((gguf_header.MAGIC, gguf_header.BIG_ENDIAN, *gguf_header.OLDER)):
-        return gguf.FORMAT
-    if start.startswith(torchscript.MAGIC):
-        with path.open("rb") as file:
-            if torchscript.is_archive(file) or ending in torchscript.ENDINGS:
-                return torchscript.FORMAT
-    if torchscript.is_pickle(start):
+    content = identify(path)
+    if content.kind in _KINDS:
+        return _KINDS[content.kind]
+    # The reader of a truncated archive explains the damage.
+    if ending in torchscript.ENDINGS and start.startswith(zip_directory.MAGIC):
+        return torchscript.FORMAT
+    if content.is_pickled:
         raise model_tree.build_pickle_error(path, torchscript.CONVERT)
-    # A safetensors file begins with the 8 bytes of its header's length, then JSON.
     if ending == SAFETENSORS or start[8:9] == b"{":
         return _detect_safetensors(path)
-    with path.open("rb") as file:
-        if is_model(file, path.stat().st_size):
-            return onnx.FORMAT
     return _detect_by_ending(path, ending)
 
 
@@ -85,8 +84,6 @@ def _detect_by_ending(path: Path, ending: str) -> str:
         raise ModelError(
             f"{path} is part of a SavedModel", hint="pass the directory that contains it"
         )
-    if ending in model_tree.PICKLED:
-        raise model_tree.build_pickle_error(path, torchscript.CONVERT)
     raise _build_unsupported_error(path)
 
 
@@ -149,13 +146,12 @@ def _detect_directory(root: Path) -> str:
     # Exporters put the ONNX models of a repository into a subdirectory, such as onnx/.
     if any(path.suffix.lower() == onnx.ENDING for path in model_tree.walk(root)):
         return onnx.FORMAT
-    try:
-        if (path := model_tree.find_only_file(root)) is not None:
-            return _detect_file(path)
-    except ModelError:
-        # An error about the directory is more specific than one about its only file.
-        pass
-    raise _build_directory_error(root, paths)
+    models = find_models(root)
+    top = [name for name in models if "/" not in name]
+    is_config = _CONFIG in names and FILE_SAFETENSORS in map(models.get, top)
+    if len(top) == 1 and not is_config:
+        return _detect_file(root / top[0])
+    raise _build_directory_error(root, set(paths), models)
 
 
 def _is_transformers(root: Path, names: set[str]) -> bool:
@@ -167,32 +163,31 @@ def _is_transformers(root: Path, names: set[str]) -> bool:
     return isinstance(config, dict) and any(map(config.get, ("model_type", "architectures")))
 
 
-def _build_directory_error(root: Path, paths: dict[str, Path]) -> ModelError:
-    """Return the error for a directory of an unknown format, by its file names."""
+def _build_directory_error(root: Path, names: set[str], models: Mapping[str, str]) -> ModelError:
+    """Return the error for a directory of an unknown format, by the models in it."""
     if (root / "transformer").is_dir() and (root / "vae").is_dir():
         return model_tree.build_whole_files_error(
             f"{root} contains transformer/ and vae/, but no model_index.json",
             model_tree.MODEL_AGAIN,
         )
-    for name, path in paths.items():
-        if name.lower().endswith(torchscript.ENDINGS) and path.is_file():
-            return model_tree.build_whole_files_error(
-                f"unsupported model format: {root} ({name} may be TorchScript)",
-                f"if it is, pass the file itself; otherwise {torchscript.CONVERT}",
-            )
-    for path in paths.values():
-        if path.suffix.lower() in model_tree.PICKLED:
-            return model_tree.build_pickle_error(path, torchscript.CONVERT)
-    if weights := [name for name in paths if name.endswith(SAFETENSORS)]:
-        missing = "config.json states no model" if _CONFIG in paths else "there is no config.json"
+    if models and set(models.values()) == {PICKLE}:
+        return model_tree.build_pickle_error(root / min(models), torchscript.CONVERT)
+    if models and set(models.values()) == {FILE_SAFETENSORS}:
+        missing = "config.json states no model" if _CONFIG in names else "there is no config.json"
         return model_tree.build_whole_files_error(
-            f"{root} contains {weights[0]}, but {missing}",
+            f"{root} contains {min(models)}, but {missing}",
             "pass a weight file itself, or a directory of a whole model",
         )
-    return _build_unsupported_error(root)
+    if len(models) > 1:
+        return model_tree.build_whole_files_error(
+            f"{root} contains {len(models)} models: {format_models(models)}",
+            "pass the file of one model",
+        )
+    return _build_unsupported_error(root, format_models(models))
 
 
-def _build_unsupported_error(path: Path) -> ModelError:
+def _build_unsupported_error(path: Path, contents: str = "") -> ModelError:
     return model_tree.build_whole_files_error(
-        f"unsupported model format: {path}", f"supported: {_KNOWN}"
+        f"unsupported model format: {path}{contents and f', with {contents}'}",
+        f"supported: {_KNOWN}",
     )

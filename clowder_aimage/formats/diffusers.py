@@ -16,6 +16,7 @@ from typing import Any
 
 from clowder_aimage.errors import FormatError, ModelError, UsageError
 from clowder_aimage.formats import model_tree, shard_index
+from clowder_aimage.formats.file_content import identify
 from clowder_aimage.formats.inventory import Component, Inventory
 from clowder_aimage.formats.prequantized import read_quantized
 from clowder_aimage.formats.shard_index import build_header_files, read_weights, select_variant
@@ -83,7 +84,6 @@ def take_inventory(directory: Path, variant: str = "") -> Inventory:
     pipeline = check_pipeline(index, str(directory / MODEL_INDEX))
     if pipeline not in PIPELINES:
         return _take_generic_pipeline(directory, pipeline, index, variant)
-    model_tree.list_directory(directory, directory, model_tree.PICKLED)
     family = PIPELINES[pipeline]
     classes = _FAMILY_CLASSES[family]
     has_control = family == Z_IMAGE and (CONTROLNET in index or (directory / CONTROLNET).is_dir())
@@ -202,8 +202,7 @@ def _build_generic_component(root: Path, name: str, entry: list[str], variant: s
     has_config = "config.json" in files_by_name
     config = model_tree.read_object(top, directory / "config.json") if has_config else {}
     if not any(path.suffix == ".safetensors" for path in paths):
-        if pickled := [p for p in files_by_name.values() if p.suffix.lower() in model_tree.PICKLED]:
-            raise model_tree.build_pickle_error(pickled[0], "convert the weights to safetensors")
+        _check_pickles(files_by_name.values())
         if has_config and not _WEIGHTLESS.search(entry[1]):
             raise ModelError(
                 f"{directory} contains no weights in safetensors", hint=model_tree.MODEL_AGAIN
@@ -219,6 +218,13 @@ def _build_generic_component(root: Path, name: str, entry: list[str], variant: s
     if not _is_changed(weights, ignored):
         files += build_header_files(f"{name}/" if name else "", paths)
     return Component(name, entry[0], entry[1], weights, files, config, ignored)
+
+
+def _check_pickles(paths: Iterable[Path]) -> None:
+    """Raise ModelError: The weights of a component are pickled."""
+    for path in paths:
+        if identify(path).is_pickled:
+            raise model_tree.build_pickle_error(path, "convert the weights to safetensors")
 
 
 def _resolve_directory(root: Path, name: str) -> Path:
@@ -263,7 +269,9 @@ def _build_component(
             hint=f"expected {classes[name]}",
         )
     directory = _resolve_directory(root, name)
-    paths = model_tree.list_directory(root, directory, model_tree.PICKLED)
+    paths = model_tree.list_directory(root, directory)
+    if name in _WEIGHTED and not any(path.suffix == ".safetensors" for path in paths):
+        _check_pickles(paths)
     if variant:
         chosen = select_variant((path.name for path in paths), variant)
         paths = [path for path in paths if path.name in chosen]
@@ -289,7 +297,7 @@ def _is_changed(weights: Iterable[Weight], ignored: tuple[str, ...]) -> bool:
 
 def list_tokenizer_files(root: Path) -> tuple[model_tree.SourceFile, ...]:
     """Return the files of ``root/tokenizer`` that a pipeline reads. Raises ModelError."""
-    paths = model_tree.list_directory(root, root / "tokenizer", model_tree.PICKLED)
+    paths = model_tree.list_directory(root, root / "tokenizer")
     _check_tokenizer(root, {path.name for path in paths})
     return tuple(build_file(root, path) for path in paths if path.name in _FILES["tokenizer"])
 

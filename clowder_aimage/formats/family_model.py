@@ -7,7 +7,7 @@ the shapes. Missing components are those of another AImage, or the defaults of t
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -147,6 +147,7 @@ class _FamilyModel:
             pipeline=str(self._index["_class_name"]),
             components=tuple(sorted([*components, *small], key=lambda component: component.name)),
             files=(index, *self._build_headers()),
+            read=tuple(self._list_layout_configs()),
             license=model_tree.read_license(self._root) if self._root else None,
             defaults=read_request_defaults(self._family.name, self._index),
         )
@@ -344,6 +345,17 @@ class _FamilyModel:
                 f"the tokens {', '.join(self._family.tokens)}"
             )
         return Component(TOKENIZER, library, class_name, (), files, {}, stored=layers)
+
+    def _list_layout_configs(self) -> Iterator[Path]:
+        """Yield the configs of other layouts, which an export to them writes again."""
+        root = self._root
+        if root is None:
+            return
+        for layout, pattern in self._family.configs.items():
+            names = [pattern.format(component.name) for component in self._family.components]
+            for name in (*names, *(["config.json"] if layout == "mlx" else [])):
+                if (root / name).is_file():
+                    yield root / name
 
     def _build_headers(self) -> list[SourceFile]:
         """Return the headers of the files, for a byte-exact export."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from clowder_aimage.formats.left_out import LeftOut
 from clowder_aimage.formats.model_tree import SourceFile
 from clowder_aimage.formats.stored_weights import StoredLayer
 from clowder_aimage.tensor.weight import Weight
@@ -38,7 +40,8 @@ class Inventory:
 
     ``family`` and ``pipeline`` are empty except for diffusers pipelines. ``facts`` are properties
     of the AImage config (schemas/aimage-config.schema.json) read from the model, ``defaults`` the
-    request defaults of the family.
+    request defaults of the family. ``read`` are files whose content is in the inventory, without a
+    layer of their own; ``left_out`` are those that are not packed.
     """
 
     family: str
@@ -48,6 +51,8 @@ class Inventory:
     license: str | None
     facts: Mapping[str, Any] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    read: tuple[Path, ...] = ()
+    left_out: tuple[LeftOut, ...] = ()
 
     @classmethod
     def of_files(

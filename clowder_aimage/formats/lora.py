@@ -17,6 +17,7 @@ from clowder_aimage.adapter.layer import read_layers
 from clowder_aimage.adapter.peft_config import PeftConfig
 from clowder_aimage.errors import FormatError, ModelError
 from clowder_aimage.formats import model_tree
+from clowder_aimage.formats.file_content import identify
 from clowder_aimage.formats.inventory import Inventory
 from clowder_aimage.formats.shard_index import read_file
 from clowder_aimage.oci import mediatype
@@ -40,8 +41,7 @@ def take(path: Path) -> Inventory:
         )
     files = model_tree.list_directory(model_tree.find_boundary(path), path)
     weights = [file for file in files if file.suffix == ".safetensors"]
-    pickled = [file for file in files if file.suffix.lower() in model_tree.PICKLED]
-    if pickled and not weights:
+    if not weights and (pickled := [file for file in files if identify(file).is_pickled]):
         hint = "save the adapter as safetensors (PEFT: safe_serialization=True)"
         raise model_tree.build_pickle_error(pickled[0], hint)
     if len(weights) != 1:

@@ -14,7 +14,6 @@ from clowder_aimage.document import strict_json
 from clowder_aimage.errors import FormatError, ModelError
 from clowder_aimage.oci import mediatype
 
-PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 AGAIN = "download the complete file again"
 MODEL_AGAIN = "download the complete model again"
 OTHER = f"{AGAIN}, or omit the format to have it detected"
@@ -68,13 +67,16 @@ def build_source_file(
         ModelError: It is not a regular file, is outside ``root``, is a Git LFS pointer, or its name
             is not a valid layer name.
     """
-    _check_file(path)
+    check_file(path)
     if root is not None:
         check_inside(find_boundary(root), path)
     try:
         check_name(name)
     except FormatError:
-        raise ModelError(f"unsupported file name: {str(path)!r:.300}") from None
+        raise ModelError(
+            f"unsupported file name: {str(path)!r:.300}",
+            hint="rename it: a name has printable characters and no backslash",
+        ) from None
     check_not_pointer(path, read_start(path))
     status = path.stat()
     return SourceFile(name, path, status.st_size, status.st_mtime_ns, media_type)
@@ -99,30 +101,21 @@ def find_boundary(root: Path) -> Path:
     return root
 
 
-def list_directory(
-    root: Path, directory: Path, rejected: tuple[str, ...] = (), ignored: tuple[str, ...] = ()
-) -> list[Path]:
-    """Return the files directly in ``directory``, sorted by name, except those in ``ignored``.
+def list_directory(root: Path, directory: Path) -> list[Path]:
+    """Return the files directly in ``directory``, sorted by name.
 
-    Raises:
-        ModelError: A file has a ``rejected`` extension, or is a link out of ``root``.
+    Raises ModelError: A file is a link out of ``root``, or is not a regular file.
     """
     check_inside(root, directory)
-    paths = sorted(_list_visible(directory, ignored))
-    for path in paths:
-        if path.suffix.lower() in rejected:
-            raise build_pickle_error(
-                path, "convert the weights to safetensors and remove the pickled file"
-            )
-    files = [path for path in paths if not path.is_dir()]
+    files = sorted(path for path in _list_visible(directory) if not path.is_dir())
     for path in files:
         check_inside(root, path)
-        _check_file(path)
+        check_file(path)
     return files
 
 
 def walk(root: Path) -> list[Path]:
-    """Return all files below ``root`` except hidden ones, sorted.
+    """Return all files below ``root``, sorted, except hidden ones and those of a store.
 
     Raises:
         ModelError: A link leads out of it, a directory is a link, a file is not a regular file, or
@@ -134,40 +127,39 @@ def walk(root: Path) -> list[Path]:
         for path in sorted(_list_visible(directories.pop())):
             check_inside(find_boundary(root), path)
             if not path.is_dir():
-                _check_file(path)
+                check_file(path)
                 files.append(path)
             elif path.is_symlink():
                 # It could lead to a parent directory, and files would have several names.
                 raise ModelError(
                     f"{path} is a link to a directory", hint="replace it with the directory itself"
                 )
-            else:
+            elif not is_store(path):
                 directories.append(path)
-        if len(files) + len(directories) > MAX_FILES:
-            raise ModelError(
-                f"{root} contains more than {MAX_FILES} files",
-                hint="pass a directory that contains only the model",
-            )
+        check_count(root, len(files) + len(directories))
     return sorted(files)
 
 
-def find_only_file(root: Path) -> Path | None:
-    """Return the only file in a directory, apart from hidden files, a card and adapters.
-
-    Raises ModelError: It is a link that leads out.
-    """
-    paths = list(_list_visible(root, (CARD, ADAPTERS)))
-    if len(paths) != 1 or not paths[0].is_file():
-        return None
-    check_inside(find_boundary(root), paths[0])
-    return paths[0]
+def is_store(directory: Path) -> bool:
+    """Return True for an image layout (OCI image-spec, image-layout.md)."""
+    return (directory / "oci-layout").is_file()
 
 
-def _list_visible(directory: Path, ignored: tuple[str, ...] = ()) -> Iterator[Path]:
-    return (p for p in directory.iterdir() if not p.name.startswith(".") and p.name not in ignored)
+def check_count(root: Path, count: int) -> None:
+    """Raise ModelError: There are too many files for a manifest."""
+    if count > MAX_FILES:
+        raise ModelError(
+            f"{root} contains more than {MAX_FILES} files",
+            hint="pass a directory that contains only the model",
+        )
 
 
-def _check_file(path: Path) -> None:
+def _list_visible(directory: Path) -> Iterator[Path]:
+    return (path for path in directory.iterdir() if not path.name.startswith("."))
+
+
+def check_file(path: Path) -> None:
+    """Raise ModelError: It is a broken link, or not a regular file."""
     if path.is_file():
         return
     if not path.exists():
@@ -221,8 +213,12 @@ def _is_cached(repository: Path, target: Path) -> bool:
 
 def build_pickle_error(path: Path, hint: str) -> ModelError:
     """Return the error for a pickled file."""
-    message = f"{path} is pickled: loading it can execute arbitrary code, so it is not packed"
-    return build_whole_files_error(message, hint)
+    return build_whole_files_error(describe_pickle(path), hint)
+
+
+def describe_pickle(path: Path) -> str:
+    """Return the reason to refuse a pickled file."""
+    return f"{path} is pickled: loading it can execute arbitrary code, so it is not packed"
 
 
 def build_whole_files_error(message: str, hint: str) -> ModelError:

@@ -22,13 +22,10 @@ from clowder_aimage.oci import mediatype
 FORMAT = "onnx"
 ENDING = ".onnx"
 _DRIVE = re.compile("[A-Za-z]:")
-# Extensions of tokenizer and config files in the directory of a model.
-_ENDINGS = (".json", ".jinja")
-_NAMES = ("vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 
 
 def take(path: Path) -> Inventory:
-    """Return the model in a file, or the models in a directory, with their files.
+    """Return the model in a file, or the models in a directory, with their external data.
 
     Raises:
         FormatError: A file is not valid ONNX, or its external data are missing, too short, or
@@ -53,10 +50,6 @@ def _take_directory(root: Path) -> Inventory:
             files |= {file.name: file for file in model_files}
     if not models:
         raise ModelError(f"no ONNX file found in {root}")
-    for path in paths:
-        name = path.relative_to(root).as_posix()
-        if name not in files and (path.suffix in _ENDINGS or path.name in _NAMES):
-            files[name] = build_source_file(root, path, name)
     return Inventory.of_files(
         FORMAT, files.values(), _build_facts(models), model_tree.read_license(root)
     )

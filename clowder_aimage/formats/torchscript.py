@@ -8,40 +8,24 @@ caffe2/serialize/inline_container.cc: a zip archive of a single directory with `
 
 from __future__ import annotations
 
-import struct
 import zipfile
-import zlib
 from pathlib import Path
 from typing import BinaryIO
 
 from clowder_aimage.errors import FormatError, ModelError
 from clowder_aimage.formats import model_tree
 from clowder_aimage.formats.inventory import Inventory
+from clowder_aimage.formats.pickle_stream import is_pickle
+from clowder_aimage.formats.zip_directory import DAMAGED, open_archive
 from clowder_aimage.oci import mediatype
 
 FORMAT = "torchscript"
 ENDINGS = (".pt", ".pth", ".ts", ".torchscript")
-MAGIC = b"PK\x03\x04"
 CONVERT = "convert the weights to safetensors, or the model to TorchScript with torch.jit.save"
-MAX_DIRECTORY = 64 * 1024 * 1024  # bytes
-# The end records: APPNOTE.TXT 6.3.10, 4.3.16 and 4.3.14.
-_END, _END64 = b"PK\x05\x06", b"PK\x06\x06"
-# Bytes of the end record, its comment and the ZIP64 records.
-_TAIL = 22 + 0xFFFF + 76
-# A placeholder: the number is in the ZIP64 record.
-_FULL = 0xFFFFFFFF
-# Raised by zipfile for a damaged archive, or for one of a newer version.
-_DAMAGED = (
-    *(zipfile.BadZipFile, zlib.error, struct.error, OSError, EOFError),
-    *(ValueError, OverflowError, RuntimeError),
-)
 _NEEDED = ("data.pkl", "constants.pkl")
 # Names of the version record, in the order of PyTorch's reader.
 _VERSIONS = (".data/version", "version")
 _MAX_VERSION = 64  # bytes
-# The opcode PROTO (Python, pickletools); its argument is the protocol.
-_PICKLED = 0x80
-_PROTOCOLS = range(2, 6)
 
 
 def take(path: Path) -> Inventory:
@@ -58,7 +42,7 @@ def take(path: Path) -> Inventory:
                 hint="pass the file itself",
             )
         file = model_tree.build_source_file(None, path, path.name, mediatype.AIMAGE_TORCHSCRIPT)
-        if is_pickle(model_tree.read_start(path)):
+        if is_pickle(model_tree.read_start(path), is_whole=False):
             raise model_tree.build_pickle_error(path, CONVERT)
         with model_tree.naming(path), path.open("rb") as opened:
             version = _read_version(*_open(opened, path))
@@ -66,40 +50,8 @@ def take(path: Path) -> Inventory:
     return Inventory.of_files(FORMAT, [file], facts, None)
 
 
-def is_pickle(start: bytes) -> bool:
-    """Return True if a file begins as a pickle of protocol 2 to 5."""
-    return len(start) > 1 and start[0] == _PICKLED and start[1] in _PROTOCOLS
-
-
-def is_archive(file: BinaryIO) -> bool:
-    """Return True if a zip archive contains a TorchScript program."""
-    try:
-        names = _read_directory(file).namelist()
-    except FormatError:
-        return False
-    return any(name.partition("/")[2].startswith("code/") for name in names)
-
-
-def _read_directory(file: BinaryIO) -> zipfile.ZipFile:
-    """Open an archive with a limited directory: zipfile loads all of it."""
-    if file.read(len(MAGIC)) != MAGIC:
-        raise FormatError("not a zip archive", hint=model_tree.OTHER)
-    file.seek(max(0, file.seek(0, 2) - _TAIL))
-    tail = file.read(_TAIL)
-    end, end64 = tail.rfind(_END), tail.rfind(_END64)
-    try:
-        sizes = [struct.unpack_from("<I", tail, end + 12)[0]] if end >= 0 else []
-        if end64 >= 0:
-            sizes.append(struct.unpack_from("<Q", tail, end64 + 40)[0])
-        if any(MAX_DIRECTORY < size != _FULL for size in sizes):
-            raise FormatError(f"the directory of the archive exceeds {MAX_DIRECTORY} bytes")
-        return zipfile.ZipFile(file)
-    except _DAMAGED as error:
-        raise FormatError(f"truncated or not a zip archive: {error}") from None
-
-
 def _open(file: BinaryIO, path: Path) -> tuple[zipfile.ZipFile, dict[str, zipfile.ZipInfo]]:
-    archive = _read_directory(file)
+    archive = open_archive(file)
     members = archive.infolist()
     records = {member.filename.partition("/")[2]: member for member in members}
     is_program = any(name.startswith("code/") for name in records)
@@ -124,7 +76,7 @@ def _read_version(archive: zipfile.ZipFile, records: dict[str, zipfile.ZipInfo])
     try:
         with archive.open(records[name]) as member:
             word = member.read(_MAX_VERSION + 1).strip()
-    except _DAMAGED as error:
+    except DAMAGED as error:
         raise FormatError(f"the archive's version cannot be read: {error}") from None
     if not word.isdigit() or len(word) > _MAX_VERSION:
         raise FormatError(f"the archive's version is not a number: {word[:20]!r}")

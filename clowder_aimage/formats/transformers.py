@@ -1,12 +1,14 @@
 """Transformers directories: config.json and weights at the top level (``save_pretrained``).
 
 Each tensor becomes a blob, as in pipeline components, or files are stored whole. Configurations,
-tokenizers, chat templates and the model's code are included; the code is never run.
+tokenizers, chat templates and the model's code are other files of the directory; the code is never
+run. Modules of sentence-transformers (``modules.json``) keep their weights in whole files.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from typing import Any
 from clowder_aimage.errors import FormatError, ModelError
 from clowder_aimage.formats import model_tree
 from clowder_aimage.formats.inventory import Component, Inventory
+from clowder_aimage.formats.left_out import is_copy
 from clowder_aimage.formats.prequantized import read_quantized
 from clowder_aimage.formats.shard_index import read_weights
 from clowder_aimage.oci import mediatype
@@ -22,9 +25,11 @@ _WEIGHTS = ".safetensors"
 _INDEX = ".safetensors.index.json"
 # The pooling of embeddings in sentence-transformers.
 POOLING = "1_Pooling/config.json"
+# The modules of a model, and the weights of one (sentence-transformers, SentenceTransformer.py).
+MODULES, MODULE_WEIGHTS, MODULE_PICKLE = "modules.json", "model.safetensors", "pytorch_model.bin"
 TEXTS = (".json", ".jinja", ".model", ".txt", ".py", ".tiktoken", ".jsonl")
-_TRAINING = ("training_args.bin", "optimizer.pt", "scheduler.pt", "rng_state.pth")
-_NOT = (*_TRAINING, "trainer_state.json", "all_results.json", "train_results.json")
+_MODULE = re.compile(r"[\w-][\w.-]{0,99}")
+MODULE_AGAIN = "save the model again with sentence-transformers, which writes safetensors"
 _CONTEXT = ("max_position_embeddings", "n_positions", "max_sequence_length", "n_ctx", "seq_length")
 
 
@@ -32,16 +37,23 @@ def take(directory: Path) -> Inventory:
     """Return the model with one layer per tensor.
 
     Raises:
-        ModelError: It is not a complete Transformers directory, or it is pickled.
+        ModelError: It is not a complete Transformers directory, or a module is pickled.
         FormatError: A file is damaged, or its quantization is unknown.
     """
     config, paths = _read(directory)
     tensors = read_weights(directory, paths)
     weights, ignored = read_quantized(directory, tensors, config)
-    files = tuple(_list_files(directory, paths))
     properties = {"format": "transformers"} | build_facts(config)
-    component = Component("", "transformers", _find_class(config), weights, files, config, ignored)
-    return Inventory("", "", (component,), (), model_tree.read_license(directory), properties)
+    component = Component("", "transformers", _find_class(config), weights, (), config, ignored)
+    return Inventory(
+        "",
+        "",
+        (component,),
+        tuple(_list_modules(directory)),
+        model_tree.read_license(directory),
+        properties,
+        read=tuple(paths),
+    )
 
 
 def take_whole(directory: Path) -> Inventory:
@@ -49,13 +61,9 @@ def take_whole(directory: Path) -> Inventory:
     config, paths = _read(directory)
     # This also checks the shards and their index.
     tensors = read_weights(directory, paths)
-    weight_files = [
-        model_tree.build_source_file(directory, path, path.name, mediatype.AIMAGE_TRANSFORMERS)
-        for path in paths
-        if path.name.endswith((_WEIGHTS, _INDEX))
-    ]
+    weight_files = [_build_weights(directory, path.name) for path in paths]
     count = sum(math.prod(tensor.shape) for tensor in tensors)
-    files = [*weight_files, *_list_files(directory, paths)]
+    files = [*weight_files, *_list_modules(directory)]
     properties = {"parameters": count} | build_facts(config)
     return Inventory.of_files("transformers", files, properties, model_tree.read_license(directory))
 
@@ -94,12 +102,14 @@ def _read(directory: Path) -> tuple[Mapping[str, Any], list[Path]]:
     if not (directory / "config.json").exists():
         raise FormatError(f"config.json not found in {directory}: not a Transformers directory")
     top = model_tree.find_boundary(directory)
-    paths = model_tree.list_directory(top, directory, model_tree.PICKLED, _NOT)
-    if weighted := sorted(directory.glob("*/*" + _WEIGHTS)):
-        raise ModelError(
-            f"{weighted[0]} is in a subdirectory and would be skipped",
-            hint="only diffusers models may have several components; pack each component by itself",
-        )
+    paths = [
+        path
+        for path in model_tree.list_directory(top, directory)
+        if path.name.endswith((_WEIGHTS, _INDEX))
+    ]
+    originals = [path for path in paths if not is_copy(path.name)]
+    if any(path.name.endswith(_WEIGHTS) for path in originals):
+        paths = originals
     config = model_tree.read_object(directory, directory / "config.json")
     if not _find_class(config):
         raise FormatError(f"{directory / 'config.json'} has neither architectures nor model_type")
@@ -109,13 +119,28 @@ def _read(directory: Path) -> tuple[Mapping[str, Any], list[Path]]:
     return config, paths
 
 
-def _list_files(directory: Path, paths: list[Path]) -> list[model_tree.SourceFile]:
-    files = [
-        model_tree.build_source_file(directory, path, path.name)
-        for path in paths
-        if path.suffix in TEXTS and not path.name.endswith(_INDEX)
-    ]
-    pooling = directory / POOLING
-    if pooling.exists():
-        files.append(model_tree.build_source_file(directory, pooling, POOLING))
+def _list_modules(directory: Path) -> list[model_tree.SourceFile]:
+    """Return the weights of the modules of sentence-transformers. Raises ModelError."""
+    if not (directory / MODULES).is_file():
+        return []
+    value = model_tree.read_json(model_tree.find_boundary(directory), directory / MODULES)
+    files = []
+    for name in list_module_names(value):
+        weights, pickle = directory / name / MODULE_WEIGHTS, directory / name / MODULE_PICKLE
+        if weights.exists():
+            files.append(_build_weights(directory, f"{name}/{MODULE_WEIGHTS}"))
+        elif pickle.exists():
+            raise model_tree.build_pickle_error(pickle, MODULE_AGAIN)
     return files
+
+
+def list_module_names(modules: object) -> list[str]:
+    """Return the directories of the modules in ``modules.json``, except the model's own."""
+    entries = modules if isinstance(modules, list) else []
+    names = [entry.get("path") for entry in entries if isinstance(entry, dict)]
+    return [name for name in names if isinstance(name, str) and _MODULE.fullmatch(name)]
+
+
+def _build_weights(directory: Path, name: str) -> model_tree.SourceFile:
+    kind = mediatype.AIMAGE_TRANSFORMERS
+    return model_tree.build_source_file(directory, directory / name, name, kind)

@@ -1,4 +1,7 @@
-"""Any file or directory, packed unchanged: a layer for each file. Files are not parsed."""
+"""Any file or directory, packed unchanged: a layer for each file.
+
+Only the first bytes are looked at, to find pickles.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from pathlib import Path
 
 from clowder_aimage.errors import ModelError
 from clowder_aimage.formats import model_tree
+from clowder_aimage.formats.file_content import identify
 from clowder_aimage.formats.inventory import Inventory
 
 FORMAT = "files"
@@ -27,7 +31,6 @@ def take(path: Path) -> Inventory:
     files = [
         model_tree.build_source_file(boundary, p, p.relative_to(root).as_posix()) for p in paths
     ]
-    is_pickled = any(p.suffix.lower() in model_tree.PICKLED for p in paths)
-    facts = {"pickled": True} if is_pickled else {}
+    facts = {"pickled": True} if any(identify(p).is_pickled for p in paths) else {}
     license_ = model_tree.read_license(path) if path.is_dir() else None
     return Inventory.of_files(FORMAT, files, facts, license_)

@@ -22,6 +22,7 @@ from clowder_aimage.content.store import Ingest
 from clowder_aimage.content.verified_reader import verify
 from clowder_aimage.dialect import AImage, Dialect, Layer
 from clowder_aimage.errors import VerificationError
+from clowder_aimage.formats.left_out import LeftOut
 from clowder_aimage.importer.blob_encoder import BlobEncoder, create_compressor
 from clowder_aimage.importer.decision import WeightReport
 from clowder_aimage.importer.plan import CreatePlan
@@ -227,13 +228,14 @@ def _scan_sizes(store: ImageLayout, algorithm: str) -> frozenset[int]:
 
 @dataclass(frozen=True, slots=True)
 class PackedModel:
-    """The new AImage, its written layers and the report on its weights."""
+    """The new AImage, its written layers, the report on its weights and the files left out."""
 
     descriptor: Descriptor
     manifest: Manifest
     aimage: AImage
     layers: tuple[WrittenLayer, ...]
     report: WeightReport
+    left_out: tuple[LeftOut, ...] = ()
 
 
 def check_config(plan: CreatePlan) -> None:
@@ -266,4 +268,6 @@ def pack(
     lease.add(manifest.config.digest, manifest.digest)
     store.push(manifest.config, build_bytes_body(config))
     store.push(manifest.descriptor, build_bytes_body(manifest.raw), reference)
-    return PackedModel(manifest.descriptor, manifest, aimage, tuple(written), plan.report)
+    return PackedModel(
+        manifest.descriptor, manifest, aimage, tuple(written), plan.report, plan.left_out
+    )

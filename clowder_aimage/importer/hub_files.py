@@ -7,7 +7,8 @@ and in lower precision (diffusers and transformers, "variant"). A single form is
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from pathlib import PurePosixPath
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from clowder_aimage.errors import FormatError, ModelError, UsageError
@@ -22,7 +23,8 @@ from clowder_aimage.formats import (
 )
 from clowder_aimage.formats.detection import CHECKPOINT, DIFFUSERS, LORA, SAFETENSORS, TRANSFORMERS
 from clowder_aimage.formats.diffusers import MODEL_INDEX, check_pipeline
-from clowder_aimage.formats.model_tree import AGAIN, CARD, MAX_JSON, PICKLED
+from clowder_aimage.formats.left_out import UNNAMED, WEIGHTS, LeftOut, divide
+from clowder_aimage.formats.model_tree import AGAIN, MAX_JSON, build_pickle_error
 from clowder_aimage.formats.shard_index import select_variant
 from clowder_aimage.oci import read_json
 
@@ -30,15 +32,25 @@ Read = Callable[[str], bytes]
 _CONFIG = "config.json"
 _INDEX = ".safetensors.index.json"
 _USUAL = ("model", "diffusion_pytorch_model", "adapter_model")
-_WEIGHTS = (*PICKLED, SAFETENSORS, ".h5", ".msgpack", ".gguf", ".tflite", ".ot")
+# Endings of weights that are not files of an ONNX model.
+_OTHERS = tuple(ending for ending in WEIGHTS if ending not in (".onnx", ".npz"))
+_PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 # Names in a message.
 _SHOWN = 5
 
 
+@dataclass(frozen=True, slots=True)
+class ChosenFiles:
+    """The files of a repository that are packed, and those that are left out."""
+
+    names: frozenset[str]
+    left_out: tuple[LeftOut, ...] = ()
+
+
 def choose(
     repository: str, files: Collection[str], read: Read, kind: str | None, variant: str = ""
-) -> set[str]:
-    """Return the names of the ``files`` of a repository that are packed.
+) -> ChosenFiles:
+    """Choose the ``files`` of a repository that are packed.
 
     Args:
         repository: The name of the repository, for messages.
@@ -48,13 +60,20 @@ def choose(
         variant: The variant of a pipeline's weights, such as fp16.
 
     Raises:
-        ModelError: No file can be packed, or weights would be skipped.
+        ModelError: No file can be packed, or the weights of a module are pickled.
         UsageError: The repository holds several models.
         FormatError: A file that ``read`` returns is not JSON.
     """
     names = {name for name in files if not any(p.startswith(".") for p in name.split("/"))}
-    kind = kind or _detect(repository, names)
-    return _choose_format(repository, names, read, kind, variant) | (names & {CARD})
+    chosen = kind or _detect(repository, names)
+    packed = _choose_format(repository, names, read, chosen, variant)
+    kept, omitted = divide(files, packed)
+    others = [name for name in kept if name.lower().endswith(WEIGHTS)]
+    if kind is None and chosen == TRANSFORMERS:
+        _check_nested(repository, others)
+    reason = UNNAMED if chosen == DIFFUSERS else f"another model than the one in {chosen}"
+    omitted += [LeftOut(name, reason) for name in others]
+    return ChosenFiles(frozenset(packed | set(kept) - set(others)), tuple(sorted(omitted)))
 
 
 def find_parts(file: str, files: Collection[str]) -> set[str]:
@@ -78,7 +97,7 @@ def _detect(repository: str, names: set[str]) -> str:
     for kind, does_fit in fits.items():
         if does_fit:
             return kind
-    if pickled := sorted(name for name in names if name.lower().endswith(PICKLED)):
+    if pickled := sorted(name for name in names if name.lower().endswith(_PICKLED)):
         raise ModelError(
             f"{repository} has no weights in safetensors: {pickled[0]} is pickled, and loading it "
             "could run any code",
@@ -94,11 +113,7 @@ def _choose_format(
     if kind == DIFFUSERS:
         return _choose_pipeline(repository, names, read, variant)
     if kind == TRANSFORMERS:
-        _check_nested(repository, names)
-        texts = {name for name in top if name.endswith(transformers.TEXTS)} - set(
-            _list_indexes(top)
-        )
-        return texts | _choose_weights(top, read)
+        return _choose_weights(top, read) | _choose_modules(names, read)
     if kind == gguf.FORMAT:
         return _choose_gguf(repository, top)
     if kind in (LORA, CHECKPOINT, controlnet.FORMAT):
@@ -112,7 +127,7 @@ def _choose_format(
         return scripts
     if kind == onnx.FORMAT:
         # External data may have any name.
-        return {name for name in names if not name.lower().endswith(_WEIGHTS)}
+        return {name for name in names if not name.lower().endswith(_OTHERS)}
     return names
 
 
@@ -129,10 +144,7 @@ def _choose_pipeline(repository: str, names: set[str], read: Read, variant: str)
             component_files = (
                 select_variant(component_files, variant) if variant else component_files
             )
-            texts = {file for file in component_files if file.endswith(transformers.TEXTS)} - set(
-                _list_indexes(component_files)
-            )
-            chosen |= texts | _choose_weights(component_files, read)
+            chosen |= _choose_weights(component_files, read)
     return chosen
 
 
@@ -182,13 +194,27 @@ def _check_single(repository: str, names: Collection[str]) -> None:
         )
 
 
-def _check_nested(repository: str, names: set[str]) -> None:
-    """Check that no weights are in subdirectories, as for a local directory."""
-    nested = sorted(n for n in names if n.count("/") == 1 and n.endswith(SAFETENSORS))
+def _choose_modules(names: set[str], read: Read) -> set[str]:
+    """Return the weights of the modules of sentence-transformers. Raises ModelError."""
+    if transformers.MODULES not in names:
+        return set()
+    modules = transformers.list_module_names(_read_value(transformers.MODULES, read))
+    weights = {f"{module}/{transformers.MODULE_WEIGHTS}" for module in modules} & names
+    for module in modules:
+        pickle = f"{module}/{transformers.MODULE_PICKLE}"
+        if pickle in names and f"{module}/{transformers.MODULE_WEIGHTS}" not in names:
+            raise build_pickle_error(Path(pickle), transformers.MODULE_AGAIN)
+    return weights
+
+
+def _check_nested(repository: str, others: Collection[str]) -> None:
+    """Check that no other weights are in subdirectories, as for a local directory."""
+    nested = sorted(n for n in others if "/" in n and n.endswith(SAFETENSORS))
     if nested:
-        raise ModelError(
-            f"{nested[0]} of {repository} is in a separate directory and would be skipped",
-            hint="download the part that you need, and pack its directory",
+        raise UsageError(
+            f"{repository} matches several formats: {TRANSFORMERS}, safetensors ({nested[0]})",
+            remedy="choose_format",
+            format=TRANSFORMERS,
         )
 
 
@@ -197,10 +223,14 @@ def _list_directory(names: Collection[str], directory: str) -> set[str]:
 
 
 def _read_object(name: str, read: Read) -> dict[str, Any]:
-    try:
-        value = read_json(read(name), name, MAX_JSON)
-    except FormatError as error:
-        raise FormatError(error.message, hint=AGAIN) from None
+    value = _read_value(name, read)
     if not isinstance(value, dict):
         raise FormatError(f"{name} is not a JSON object", hint=AGAIN)
     return value
+
+
+def _read_value(name: str, read: Read) -> object:
+    try:
+        return read_json(read(name), name, MAX_JSON)
+    except FormatError as error:
+        raise FormatError(error.message, hint=AGAIN) from None

@@ -35,7 +35,9 @@ from clowder_aimage.errors import (
     UsageError,
 )
 from clowder_aimage.formats import model_tree
+from clowder_aimage.formats.left_out import LeftOut
 from clowder_aimage.importer import hub_files
+from clowder_aimage.importer.hub_files import ChosenFiles
 from clowder_aimage.importer.model_source import ModelForm, take
 from clowder_aimage.oci import read_json
 
@@ -113,13 +115,17 @@ class HubName:
 
 @dataclass(frozen=True, slots=True)
 class HubModel:
-    """A snapshot in the cache: its path and commit, and the number and size of missing files."""
+    """A snapshot in the cache: its path and commit, and the number and size of missing files.
+
+    ``left_out`` are the files of the repository that are not packed.
+    """
 
     name: HubName
     commit: str
     snapshot: Path
     files: int = 0
     size: int = 0
+    left_out: tuple[LeftOut, ...] = ()
 
     @property
     def path(self) -> Path:
@@ -159,7 +165,9 @@ def find_model(
         ModelError, FormatError: The repository holds no model that can be packed.
     """
     cached = _find_cached(name)
-    missing = "" if cached is None else _find_missing(cached, form)
+    missing = ""
+    if cached is not None:
+        cached, missing = _check_cached(cached, form)
     if (
         cached is not None
         and not missing
@@ -246,23 +254,24 @@ def _read_listing(model: HubModel) -> dict[str, Any] | None:
     return files if isinstance(files, dict) else None
 
 
-def _find_missing(model: HubModel, form: ModelForm) -> str:
-    """Return the first problem of an incomplete snapshot; empty if it is complete."""
+def _check_cached(model: HubModel, form: ModelForm) -> tuple[HubModel, str]:
+    """Return a snapshot with its files left out, and its first problem; empty if complete."""
     listing = _read_listing(model)
     try:
         if listing is not None:
             chosen = _choose_files(model.name, form, set(listing), _create_reader(model.snapshot))
-            missing = sorted(file for file in chosen if not (model.snapshot / file).is_file())
-            return f"{missing[0]} is missing" if missing else ""
-        take(model.path, form)
+            missing = sorted(file for file in chosen.names if not (model.snapshot / file).is_file())
+            model = replace(model, left_out=chosen.left_out)
+            return model, f"{missing[0]} is missing" if missing else ""
+        take(model.path, replace(form, is_chosen=True))
     except OSError as error:
-        return f"{Path(str(error.filename)).name} cannot be read"
+        return model, f"{Path(str(error.filename)).name} cannot be read"
     except UsageError:
         # Fetching more files would not help.
         raise
     except AImageError as error:
-        return error.message
-    return ""
+        return model, error.message
+    return model, ""
 
 
 def _create_reader(snapshot: Path) -> hub_files.Read:
@@ -271,12 +280,12 @@ def _create_reader(snapshot: Path) -> hub_files.Read:
 
 def _choose_files(
     name: HubName, form: ModelForm, files: set[str], read: hub_files.Read
-) -> set[str]:
+) -> ChosenFiles:
     if not name.file:
         return hub_files.choose(name.repository, files, read, form.format, form.variant)
     if name.file not in files:
         raise NotFoundError(f"{name.repository} has no file {name.file}")
-    return hub_files.find_parts(name.file, files)
+    return ChosenFiles(frozenset(hub_files.find_parts(name.file, files)))
 
 
 class _Fetch:
@@ -305,9 +314,9 @@ class _Fetch:
             chosen = _choose_files(
                 name, self._form, set(sizes), lambda file: self._read(file, info.sha)
             )
-            missing = [file for file in chosen if not (snapshot / file).is_file()]
+            missing = [file for file in chosen.names if not (snapshot / file).is_file()]
             size = sum(sizes[file] for file in missing)
-            plan = HubModel(name, info.sha, snapshot, len(missing), size)
+            plan = HubModel(name, info.sha, snapshot, len(missing), size, chosen.left_out)
             _check_space(plan, cache)
             if missing:
                 on_plan(plan)
@@ -316,7 +325,7 @@ class _Fetch:
                 name.repository,
                 revision=name.revision,
                 cache_dir=cache,
-                allow_patterns=[escape(file) for file in sorted(chosen)],
+                allow_patterns=[escape(file) for file in sorted(chosen.names)],
                 tqdm_class=_build_counter_class(on_done, size),
                 **self._options,
             )

@@ -14,17 +14,20 @@ from clowder_aimage.errors import FormatError, ModelError, NotFoundError, UsageE
 from clowder_aimage.formats import (
     controlnet,
     family_model,
+    file_content,
     gguf,
     lora,
     model_tree,
+    savedmodel,
     transformers,
     whole_files,
 )
 from clowder_aimage.formats.detection import CHECKPOINT, DIFFUSERS, TRANSFORMERS, detect
 from clowder_aimage.formats.diffusers import take_inventory
 from clowder_aimage.formats.inventory import Inventory
+from clowder_aimage.formats.left_out import UNNAMED, LeftOut
 from clowder_aimage.formats.model_tree import ADAPTERS, CARD
-from clowder_aimage.formats.shard_index import is_safetensors
+from clowder_aimage.formats.other_files import complete, complete_whole, find_models
 from clowder_aimage.importer.blob_encoder import check_compression
 from clowder_aimage.oci import mediatype
 
@@ -34,6 +37,12 @@ FORMATS = (
     *(DIFFUSERS, family_model.FORMAT, TRANSFORMERS, *WHOLE_FORMATS),
     *(controlnet.FORMAT, CHECKPOINT, whole_files.FORMAT),
 )
+# The contents of the formats of single files; the others are safetensors.
+_CONTENTS = {
+    "gguf": file_content.GGUF,
+    "onnx": file_content.ONNX,
+    "torchscript": file_content.TORCHSCRIPT,
+}
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _MEDIA_TYPE = re.compile(r"[A-Za-z0-9][\w!#$&^.+-]{0,126}/[A-Za-z0-9][\w!#$&^.+-]{0,126}")
 
@@ -69,7 +78,8 @@ class ModelForm:
     ``format`` is one of FORMATS, or detected. With ``whole_files`` no file is divided into tensors,
     and any file or directory is packed. ``compression`` applies to whole files. ``adapters`` are
     names and paths, ``extras`` additional layers. ``variant`` selects weights of a diffusers
-    pipeline, such as fp16. ``like`` supplies missing components of an image model.
+    pipeline, such as fp16. ``like`` supplies missing components of an image model. With a format,
+    or if ``is_chosen``, other models beside the one are left out instead of refused.
     """
 
     format: str | None = None
@@ -79,6 +89,7 @@ class ModelForm:
     extras: tuple[ExtraFile, ...] = ()
     variant: str = ""
     like: family_model.LikeModel | None = None
+    is_chosen: bool = False
 
 
 def parse_adapter(text: str) -> tuple[str, Path]:
@@ -124,7 +135,18 @@ def _take(path: Path, form: ModelForm) -> Inventory:
         )
     packed_adapters = _list_adapters(path, inventory) if kind != whole_files.FORMAT else []
     adapters = (*form.adapters, *packed_adapters)
-    return _with_extras(_with_adapters(inventory, adapters), form.extras)
+    inventory = _complete(path, kind, _with_adapters(inventory, adapters), form)
+    return _with_extras(inventory, form.extras)
+
+
+def _complete(path: Path, kind: str, inventory: Inventory, form: ModelForm) -> Inventory:
+    """Return the inventory with the other files of a directory. Raises as ``complete``."""
+    if not path.is_dir():
+        return inventory
+    if form.whole_files or kind in (whole_files.FORMAT, savedmodel.FORMAT):
+        return complete_whole(path, inventory)
+    reason = f"another model than the one in {kind}" if form.format or form.is_chosen else ""
+    return complete(path, inventory, kind, UNNAMED if kind == DIFFUSERS else reason)
 
 
 def _take_detected(path: Path, form: ModelForm) -> tuple[str, Inventory]:
@@ -146,8 +168,8 @@ def _take_whole(path: Path, form: ModelForm) -> tuple[str, Inventory]:
             return kind, transformers.take_whole(path)
         if kind in WHOLE_FORMATS:
             return kind, _read_inventory(path, kind, form)
-    except ModelError:
-        # The format rejects some files, such as pickled ones.
+    except (ModelError, UsageError):
+        # The format rejects some files, such as pickled ones, or several models.
         if form.format:
             raise
     return whole_files.FORMAT, whole_files.take(path)
@@ -173,16 +195,20 @@ def _read_inventory(path: Path, kind: str, form: ModelForm) -> Inventory:
 
 
 def _find_single_file(directory: Path, kind: str) -> Path:
-    """Return the only file of a directory if its format is that of files, else the directory."""
-    file = model_tree.find_only_file(directory)
-    if file is None or kind == "savedmodel" or file.suffix.lower() == ".onnx":
+    """Return the only model file of a directory if its format is that of files, else itself."""
+    configs = {"lora": lora.CONFIG, controlnet.FORMAT: "config.json"}
+    if kind == savedmodel.FORMAT or (directory / configs.get(kind, "")).is_file():
         return directory
-    is_readable = kind != "lora" or is_safetensors(file) or file.suffix == gguf.ENDING
-    return file if is_readable else directory
+    content = _CONTENTS.get(kind, file_content.SAFETENSORS)
+    models = find_models(directory)
+    names = [name for name, title in models.items() if title == content and "/" not in name]
+    is_readable = len(names) != 1 or names[0].lower().endswith((".onnx", gguf.ENDING))
+    return directory if is_readable else directory / names[0]
 
 
 def _with_adapters(inventory: Inventory, adapters: Sequence[tuple[str, Path]]) -> Inventory:
     descriptions: dict[str, Any] = {}
+    omitted: list[LeftOut] = []
     files = {file.name: file for file in inventory.files}
     for name, path in adapters:
         if name in descriptions:
@@ -193,21 +219,28 @@ def _with_adapters(inventory: Inventory, adapters: Sequence[tuple[str, Path]]) -
         descriptions[name] = adapter.facts["adapter"]
         renamed = [replace(file, name=f"{ADAPTERS}/{name}/{file.name}") for file in adapter.files]
         files |= {file.name: file for file in renamed}
+        omitted += [
+            LeftOut(f"{ADAPTERS}/{name}/{file.path}", file.reason) for file in adapter.left_out
+        ]
     if not descriptions:
         return inventory
     properties = {**inventory.facts, ADAPTERS: dict(sorted(descriptions.items()))}
-    return replace(inventory, files=tuple(files.values()), facts=properties)
+    return replace(
+        inventory, files=tuple(files.values()), facts=properties, left_out=tuple(omitted)
+    )
 
 
 def _read_adapter(path: Path) -> Inventory:
     """Return the adapter at ``path``. Raises ModelError, FormatError."""
-    source = _find_single_file(path, "lora") if path.is_dir() else path
-    if source.suffix != gguf.ENDING:
-        return lora.take(source)
-    inventory = gguf.take(source)
-    if "adapter" not in inventory.facts:
-        raise ModelError(f"{source} is not an adapter")
-    return inventory
+    is_gguf = path.suffix == gguf.ENDING or (path.is_dir() and any(path.glob(f"*{gguf.ENDING}")))
+    if not is_gguf:
+        source = _find_single_file(path, "lora") if path.is_dir() else path
+        inventory = lora.take(source)
+    else:
+        inventory = gguf.take(path)
+        if "adapter" not in inventory.facts:
+            raise ModelError(f"{path} is not an adapter")
+    return complete(path, inventory, "lora") if path.is_dir() else inventory
 
 
 def _list_adapters(root: Path, inventory: Inventory) -> list[tuple[str, Path]]:

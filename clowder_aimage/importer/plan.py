@@ -11,6 +11,7 @@ from clowder_aimage.dialect import AImage, Dialect
 from clowder_aimage.dialect.aimage import check_name
 from clowder_aimage.errors import FormatError, ModelError, UsageError
 from clowder_aimage.formats.inventory import Component, Inventory
+from clowder_aimage.formats.left_out import LeftOut
 from clowder_aimage.formats.model_tree import build_whole_files_error
 from clowder_aimage.formats.stored_weights import StoredLayer, group_weights, name_layer
 from clowder_aimage.importer import planned_layer
@@ -60,13 +61,14 @@ class Provenance:
 
 @dataclass(frozen=True, slots=True)
 class CreatePlan:
-    """Ordered layers, the config's bytes, hash algorithm, report and subject."""
+    """Ordered layers, the config's bytes, hash algorithm, report, subject and files left out."""
 
     layers: tuple[PlannedLayer, ...]
     config: bytes
     algorithm: str
     report: WeightReport = field(default_factory=WeightReport)
     subject: Descriptor | None = None
+    left_out: tuple[LeftOut, ...] = ()
 
     @property
     def size(self) -> int:
@@ -114,7 +116,9 @@ def make_plan(
     config = _build_config(inventory, decisions, layers, provenance)
     ignored = sum(len(component.ignored) for component in inventory.components)
     summary = report(decisions, config, ignored)
-    plan = CreatePlan(tuple(layers), encode(config), algorithm, summary, subject)
+    plan = CreatePlan(
+        tuple(layers), encode(config), algorithm, summary, subject, inventory.left_out
+    )
     _check(plan, dialect)
     return plan
 

@@ -139,10 +139,15 @@ def test_invalid_options_of_convert_are_refused(
     assert "digest" in here("convert", "plain", f"m@{digest}", "--dtype", "bf16", code=2).err
 
 
+def make_pickled(model: ValuedModel) -> None:
+    model.weights("transformer").unlink()
+    model.write("transformer/weights.bin", b"\x80\x02.")
+
+
 @pytest.mark.parametrize(
     ("spoil", "said", "code"),
     [
-        (lambda m: m.write("transformer/weights.bin", b"\x80"), "is pickled", 1),
+        (make_pickled, "is pickled", 1),
         (lambda m: os.truncate(m.weights("transformer"), 3000), "is damaged", 5),
     ],
     ids=["pickled", "truncated"],

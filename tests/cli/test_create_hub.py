@@ -134,11 +134,11 @@ def test_duplicates_and_what_is_not_packed_are_not_fetched(
 ) -> None:
     hub.add(NAME, abridged)
     files = hub.repositories[NAME]
+    files["assets/picture.png"] = bytes(1000)
     wanted = set(files)
     weights = files["vae/diffusion_pytorch_model.safetensors"]
     files |= {
         ".gitattributes": b"x",
-        "assets/picture.png": bytes(1000),
         "all-in-one.safetensors": weights,
         "text_encoder/model.fp16.safetensors": weights,
         "transformer/diffusion_pytorch_model.bin": b"\x80\x02",
@@ -146,8 +146,9 @@ def test_duplicates_and_what_is_not_packed_are_not_fetched(
         "vae/diffusion_pytorch_model.fp16.safetensors": weights,
         "vae/model.onnx": b"x",
     }
-    here("create", "x", NAME, "-q")
+    left_out = {file["path"] for file in here("create", "x", NAME, "--json").value["leftOut"]}
     assert hub.fetched() == wanted
+    assert left_out == files.keys() - wanted
 
 
 def test_quiet_prints_the_digest_alone_and_json_prints_json(

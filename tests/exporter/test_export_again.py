@@ -111,12 +111,12 @@ def test_directory_of_whole_files_round_trips(
 ) -> None:
     source = write(tmp_path / "source", TRANSFORMERS | {"README.md": CARD})
     form = ModelForm(whole_files=True, compression=compression)
-    assert again(store, tmp_path, source, form=form) == TRANSFORMERS | {"README.md": MIT}
+    assert again(store, tmp_path, source, form=form) == TRANSFORMERS | {"README.md": CARD}
 
 
 def test_peft_adapter_round_trips(store: ImageLayout, tmp_path: Path) -> None:
     source = write(tmp_path / "source", PEFT | {"README.md": CARD})
-    assert again(store, tmp_path, source) == PEFT | {"README.md": MIT}
+    assert again(store, tmp_path, source) == PEFT | {"README.md": CARD}
 
 
 SOURCES = {
@@ -176,7 +176,7 @@ def test_diffusers_model_with_an_adapter_round_trips(
         ("gguf", {"adapters/s.safetensors": LORA}, "is in a subdirectory|it is a file"),
         ("onnx", {"adapters/style/notes.txt": b"", "adapters/style/more": b""}, "not 0"),
         ("onnx", {"adapters/s/a.safetensors": LORA, "adapters/s/b.safetensors": LORA}, "not 2"),
-        ("gguf", {"adapters/s/adapter_model.bin": b"x", "adapters/s/more": b""}, "pickled"),
+        ("gguf", {"adapters/s/adapter_model.bin": b"\x80\x02.", "adapters/s/more": b""}, "pickled"),
         ("torchscript", {"adapters/-s/a.safetensors": LORA}, "not a valid adapter name"),
     ],
     ids=["file", "lora", "words", "two", "pickled", "name"],

@@ -203,13 +203,17 @@ def test_tensors_larger_than_a_chunk_are_exported(artifact: Artifact) -> None:
     assert tensors_in(artifact.out / "model.safetensors") == members
 
 
-def test_the_licence_is_written_to_a_model_card(tmp_path: Path) -> None:
+@pytest.mark.parametrize("words", ["", "# A model\n"])
+def test_the_model_card_comes_back(tmp_path: Path, words: str) -> None:
+    """A card with only the licence is not a layer: the config has the licence."""
     model = model_at(tmp_path)
-    model.write("README.md", "---\nlicense: apache-2.0\n---\n# A model\n")
+    card = f"---\nlicense: apache-2.0\n---\n{words}"
+    model.write("README.md", card)
     made = model.create()
     out = tmp_path / "out"
     export(ImageLayout(model.store), NAME, out)
-    assert out.joinpath("README.md").read_text() == "---\nlicense: apache-2.0\n---\n"
+    assert out.joinpath("README.md").read_text() == card
+    assert any(layer.layer.name == "README.md" for layer in made.layers) is bool(words)
     again = create(ImageLayout(tmp_path / "other"), NAME, out)
     assert again.descriptor == made.descriptor
 

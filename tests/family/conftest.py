@@ -48,5 +48,6 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> FamilyStore:
 
 
 def digests(model: PackedModel) -> dict[str, Any]:
-    """Return the digests of the layers by name."""
-    return {layer.name: layer.descriptor.digest for layer in model.aimage.layers}
+    """Return the digests of the layers by name, without the model card."""
+    layers = {layer.name: layer.descriptor.digest for layer in model.aimage.layers}
+    return {name: digest for name, digest in layers.items() if name != "README.md"}

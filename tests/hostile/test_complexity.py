@@ -35,9 +35,11 @@ from clowder_aimage.errors import AImageError
 from clowder_aimage.family import zimage_names
 from clowder_aimage.formats import (
     family_weights,
+    file_content,
     gguf_header,
     lora,
     onnx_graph,
+    pickle_stream,
     savedmodel,
     shard_index,
     tokenizer_size,
@@ -256,6 +258,16 @@ def read_torchscript(n: int, root: Path) -> Action:
         for name in ("version", "data.pkl", "constants.pkl", *(f"code/{i}" for i in range(n))):
             opened.writestr(f"x/{name}", "3")
     return lambda: script.take(path)
+
+
+def identify_zip(n: int, root: Path) -> Action:
+    read_torchscript(n, root)
+    return lambda: file_content.identify(root / "x.pt")
+
+
+def recognise_pickle(n: int, _: Path) -> Action:
+    """Pop marks one by one that are above many objects."""
+    return lambda: pickle_stream.is_pickle(b"N" * n + b"(0" * n, is_whole=False)
 
 
 def header(n: int, name: str = "t{}") -> bytes:
@@ -486,6 +498,8 @@ CASES: dict[str, Case] = {
     "formats/savedmodel.py": read_savedmodel,
     "formats/shard_index.py": read_shards,
     "formats/torchscript.py": read_torchscript,
+    "formats/zip_directory.py": identify_zip,
+    "formats/pickle_stream.py": recognise_pickle,
     "importer/hub_files.py": choose_files,
     "layout/digest_scan.py": lambda n, _: lambda: DigestScanner().scan("x", lambda _: index(n)),
     "layout/index.py": read_stored_index,

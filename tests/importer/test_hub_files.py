@@ -31,11 +31,12 @@ def chosen(files: set[Any], kind: str | None = None, variant: str = "", **conten
         assert name in files
         return json.dumps(content[name.rpartition("/")[2].partition(".")[0]]).encode()
 
-    return choose("org/m", files, read, kind, variant)
+    return set(choose("org/m", files, read, kind, variant).names)
 
 
 def test_of_transformers_the_shards_of_the_index_are_chosen() -> None:
     wanted = {"config.json", "tokenizer.json", "model.safetensors.index.json", "README.md", *TWO}
+    wanted.add("LICENSE")
     more = {
         "consolidated.safetensors",
         "pytorch_model-00001-of-00001.bin",
@@ -44,7 +45,6 @@ def test_of_transformers_the_shards_of_the_index_are_chosen() -> None:
         "onnx/model.onnx",
         "original/consolidated.00.pth",
         ".gitattributes",
-        "LICENSE",
     }
     assert chosen(wanted | more, model=SHARDS) == wanted
 
@@ -63,6 +63,7 @@ def test_of_a_pipeline_the_components_are_chosen() -> None:
         "text_encoder/config.json",
         "text_encoder/model.safetensors.index.json",
         *(f"text_encoder/{name}" for name in TWO),
+        "vae/notes.md",
     }
     more = {
         "flux.safetensors",
@@ -71,7 +72,6 @@ def test_of_a_pipeline_the_components_are_chosen() -> None:
         "text_encoder/model.fp16.safetensors.index.json",
         "vae/diffusion_pytorch_model.fp16.safetensors",
         "vae/diffusion_pytorch_model.bin",
-        "vae/notes.md",
     }
     assert chosen(wanted | more, model_index=PIPELINE, model=SHARDS) == wanted
 
@@ -79,13 +79,13 @@ def test_of_a_pipeline_the_components_are_chosen() -> None:
 @pytest.mark.parametrize(
     ("files", "wanted"),
     [
-        ({"a.gguf", "x.txt"}, {"a.gguf"}),
+        ({"a.gguf", "x.txt", "sub/b.gguf"}, {"a.gguf", "x.txt"}),
         ({PART_ONE, PART_TWO}, {PART_ONE, PART_TWO}),
         ({"a.gguf", "mmproj-a-f16.gguf"}, {"a.gguf", "mmproj-a-f16.gguf"}),
         ({"a.gguf", "mmproj-f16.gguf", "mmproj-f32.gguf"}, {"a.gguf"}),
         ({"adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"}, None),
         ({"adapter_config.json", "adapter_model.safetensors", "other.safetensors"}, None),
-        ({"style.safetensors", "picture.png"}, {"style.safetensors"}),
+        ({"style.safetensors", "picture.png", "old.ckpt"}, {"style.safetensors", "picture.png"}),
         ({"model.onnx", "model.onnx_data", "config.json", "pytorch_model.bin"}, None),
         ({"saved_model.pb", "variables/variables.index"}, None),
     ],
@@ -102,9 +102,9 @@ def test_a_pipeline_needs_its_index() -> None:
 
 def test_a_format_that_is_given_is_chosen() -> None:
     files = {"config.json", "model.safetensors", "a.gguf", "net.pt"}
-    assert chosen(files, "gguf") == {"a.gguf"}
-    assert chosen(files, "torchscript") == {"net.pt"}
-    assert chosen(files, "lora") == {"model.safetensors"}
+    assert chosen(files, "gguf") == {"a.gguf", "config.json"}
+    assert chosen(files, "torchscript") == {"net.pt", "config.json"}
+    assert chosen(files, "lora") == {"model.safetensors", "config.json"}
 
 
 @pytest.mark.parametrize(
@@ -117,8 +117,8 @@ def test_a_format_that_is_given_is_chosen() -> None:
         (set(), ModelError, "no model"),
         (
             {"config.json", "model.safetensors", "2_Dense/model.safetensors"},
-            ModelError,
-            "be skipped",
+            UsageError,
+            r"several formats: transformers, safetensors \(2_Dense/model",
         ),
     ],
 )

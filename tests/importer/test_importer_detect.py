@@ -93,7 +93,7 @@ def test_gguf_variants_are_detected_as_gguf(tmp_path: Path, magic: bytes) -> Non
     [
         ("model.bin", CHECKPOINT),
         ("anything", pickle.dumps({})),
-        ("model.pth", b"neither"),
+        ("model.npy", pickle.dumps({}, 0)),
     ],
 )
 def test_pickled_files_are_refused_as_pickles(tmp_path: Path, name: str, raw: bytes) -> None:
@@ -103,13 +103,13 @@ def test_pickled_files_are_refused_as_pickles(tmp_path: Path, name: str, raw: by
     assert "safetensors" in str(error.hint)
 
 
-def test_a_pickled_checkpoint_with_suffix_pt_is_refused(tmp_path: Path) -> None:
+def test_a_truncated_archive_with_suffix_pt_is_explained_by_its_parser(tmp_path: Path) -> None:
     path = tmp_path / "model.pt"
-    path.write_bytes(CHECKPOINT)
-    assert detect(path) == "torchscript"  # whose parser determines the kind
+    path.write_bytes(CHECKPOINT[:-30])
+    assert detect(path) == "torchscript"
     from clowder_aimage.formats.torchscript import take
 
-    with pytest.raises(ModelError, match="pickled"):
+    with pytest.raises(FormatError, match="truncated"):
         take(path)
 
 
@@ -210,29 +210,32 @@ def test_a_damaged_config_is_refused(tmp_path: Path, config: bytes) -> None:
 def test_directories_of_pickled_files_are_refused(tmp_path: Path) -> None:
     root = write(tmp_path, {"config.json": CONFIG, "pytorch_model.bin": CHECKPOINT})
     refused(root, str(root / "pytorch_model.bin"), "pickled")
-    root = write(tmp_path / "b", {"model.pt": archive(MEMBERS), "notes.txt": b""})
-    assert "pass the file itself" in refused(root, "model.pt").hint
+    root = write(tmp_path / "b", {"model.pt": archive(MEMBERS), "onet.pt": CHECKPOINT})
+    error = refused(root, "2 models", "TorchScript (model.pt)", "pickle (onet.pt)")
+    assert "pass the file of one model" in error.hint
     root = write(tmp_path / "c", {"model.ckpt": CHECKPOINT, "README.md": b""})
     refused(root, str(root / "model.ckpt"), "pickled")
 
 
-def test_pickled_files_in_directories_are_not_opened(tmp_path: Path) -> None:
+def test_a_pipe_in_a_directory_is_not_opened(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pytorch_model.bin")  # opening it would block forever
-    refused(tmp_path, "pickled")
+    refused(tmp_path, "not a regular file")
 
 
 @pytest.mark.parametrize(
     ("kind", "name"), list(zip(FILES, ["weights", "model.bin", "model.pt", "x"], strict=True))
 )
-def test_the_only_file_of_a_directory_is_detected_by_its_contents(
+def test_the_only_model_of_a_directory_is_detected_by_its_contents(
     tmp_path: Path, kind: Any, name: Any
 ) -> None:
     root = write(tmp_path, {name: FILES[kind], "README.md": b"# words", ".hidden": b""})
     assert detect(root) == kind
     write(root, {"adapters/style/adapter_model.safetensors": LORA})
     assert detect(root) == kind
-    write(root, {"more": b""})
-    refused(root)
+    write(root, {"labels.txt": b"cat\ndog\n", "empty": b""})
+    assert detect(root) == kind
+    write(root, {"more": CHECKPOINT})
+    refused(root, "2 models", "pickle (more)")
 
 
 def test_a_link_out_of_the_directory_is_refused(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 from clowder_aimage.dialect import DIALECTS
 from clowder_aimage.errors import ContentError, ModelError, NotFoundError
 from clowder_aimage.formats.diffusers import take_inventory
+from clowder_aimage.formats.left_out import COPY, TRAINING, UNNAMED, LeftOut
 from clowder_aimage.importer import Provenance, make_plan
 from clowder_aimage.layout import ImageLayout
 from tests.importer.conftest import FILES, WEIGHTS, Model, safetensors
@@ -191,10 +192,22 @@ def test_two_indexes_are_refused(sharded: Model) -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "suffix"), [("", "ckpt"), ("", "Pt"), ("text_encoder/", "bin"), ("tokenizer/", "bin")]
+    ("name", "reason"),
+    [
+        *(("weights.ckpt", UNNAMED), ("tokenizer/weights", UNNAMED)),
+        *(("text_encoder/pytorch_model.bin", COPY), ("vae/optimizer.pt", TRAINING)),
+    ],
 )
-def test_pickled_weights_are_refused(model: Model, place: str, suffix: str) -> None:
-    path = model.write(f"{place}weights.{suffix}", b"\x80\x04")
+def test_pickled_weights_beside_the_components_are_left_out(
+    model: Model, name: str, reason: str
+) -> None:
+    model.write(name, b"\x80\x04")
+    assert model.create().left_out == (LeftOut(name, reason),)
+
+
+def test_pickled_weights_are_refused(model: Model) -> None:
+    model.weights("vae").unlink()
+    path = model.write("vae/weights.dat", b"\x80\x04")
     error = refused(model, path, "is pickled")
     assert "safetensors" in str(error.hint)
 

@@ -75,6 +75,7 @@ def packed(directory: Path, store: ContentStore | None = None, **options: Any) -
 def test_each_tensor_is_a_top_level_layer(directory: Path) -> None:
     aimage = packed(directory).aimage
     files = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer.model"}
+    files.add("README.md")
     assert {layer.name for layer in aimage.layers} == files | {tensor[0] for tensor in TENSORS}
     layer = aimage.get_layer("model.norm.weight")
     assert (layer.is_tensor, layer.dtype, layer.shape) == (True, "F32", (4,))
@@ -156,10 +157,14 @@ def test_a_truncated_config_is_refused(directory: Path) -> None:
             packed(directory, form=form)
 
 
-def test_pickled_weights_beside_safetensors_are_refused(directory: Path) -> None:
-    (directory / "pytorch_model.bin").write_bytes(b"PK")
-    with pytest.raises(ModelError, match="pickled"):
+def test_pickled_weights_beside_safetensors_are_left_out_or_refused(directory: Path) -> None:
+    (directory / "pytorch_model.bin").write_bytes(b"\x80\x02.")
+    (made,) = create(in_memory(), NAME, directory).left_out[1:]
+    assert (made.path, made.reason) == ("pytorch_model.bin", "another copy of the weights")
+    (directory / "head.dat").write_bytes(b"\x80\x02.")
+    with pytest.raises(ModelError, match=r"head\.dat is pickled") as caught:
         packed(directory)
+    assert caught.value.remedy == "pickle_beside_model"
 
 
 def test_an_empty_config_is_refused(directory: Path) -> None:
@@ -436,11 +441,21 @@ def test_other_options_are_refused_with_ollama(aimage: Callable[..., Aimage], ol
     assert "requires the name of" in aimage()("create", "x", "--from-ollama", ollama, code=2).err
 
 
-def test_unpacked_subdirectories_are_refused(directory: Path) -> None:
+def test_weights_in_subdirectories_are_those_of_modules_or_refused(directory: Path) -> None:
     (directory / "2_Dense").mkdir()
-    (directory / "2_Dense" / "model.safetensors").write_bytes(safetensors(TENSORS))
-    with pytest.raises(ModelError, match="would be skipped"):
+    path = directory / "2_Dense" / "model.safetensors"
+    path.write_bytes(safetensors(TENSORS))
+    with pytest.raises(UsageError, match=r"several formats: transformers, safetensors \(2_Dense/"):
         packed(directory)
+    modules = [{"path": ""}, {"path": "2_Dense", "type": "sentence_transformers.models.Dense"}]
+    (directory / "modules.json").write_text(json.dumps(modules))
+    for form in (ModelForm(), ModelForm(whole_files=True)):
+        layer = packed(directory, form=form).aimage.get_layer("2_Dense/model.safetensors")
+        assert layer.descriptor.media_type == mediatype.AIMAGE_TRANSFORMERS
+    path.rename(path.with_name("pytorch_model.bin"))
+    with pytest.raises(ModelError, match=r"2_Dense/pytorch_model\.bin is pickled") as caught:
+        packed(directory, form=ModelForm(is_chosen=True))
+    assert "sentence-transformers" in str(caught.value.hint)
 
 
 def test_training_files_are_not_packed(directory: Path) -> None:

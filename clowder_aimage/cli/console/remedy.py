@@ -13,7 +13,8 @@ REMEDIES = {
     "base": "omit --base",
     "ca_file": "trust the CA of your organisation with --ca-file",
     "choose_digest": "choose one: aimage pull {name}@DIGEST",
-    "choose_format": "choose one of them, for example: --format {format}",
+    "choose_format": "choose one of them, for example --format {format}, or pass the file of one; "
+    "or pack all files as they are, with --format files",
     "choose_manifest": "'aimage show' lists its manifests; 'aimage pull' with --variant or "
     "--platform selects one of them for the name",
     "choose_other_manifest": "choose one with --variant or --platform, or pull all: "
@@ -97,6 +98,8 @@ REMEDIES = {
     "nothing_to_convert": "give --quantize, --dtype or both",
     "other_store": "to change that store: aimage --store {root} {verb} {reference}",
     "list_keys": "look at it, and repeat the change: aimage fleet key list",
+    "pickle_beside_model": "{other}; leave it out with --format {format}; or pack all files as "
+    "they are, with --whole-files",
     "plain_http": "the registry may expect HTTP: use --plain-http",
     "pull_index": "to pull all of it: aimage pull {reference} --whole",
     "pull_whole": "to pull all of them: aimage pull --whole {reference}",

@@ -87,13 +87,15 @@ def pack_files(reference: Reference, path: str, options: FileOptions) -> None:
     if is_custom and options.dialect != "clowder":
         raise UsageError("--manifest-type custom requires --dialect clowder")
     form, provenance = options.form.parse(), options.provenance.parse()
-    directory, origin = _fetch(path, form)
+    hub_model = _fetch(path, form)
+    directory = Path(path) if hub_model is None else hub_model.path
+    origin = None if hub_model is None else hub_model.source
     with Progress("packing", reference) as progress:
         packed = create(
             get_settings().layout,
             reference,
             directory,
-            form=form,
+            form=replace(form, is_chosen=hub_model is not None),
             base=options.base,
             like=options.like,
             dialect="custom" if is_custom else options.dialect,
@@ -103,6 +105,9 @@ def pack_files(reference: Reference, path: str, options: FileOptions) -> None:
             threads=get_settings().jobs,
             **build_callbacks(progress),
         )
+    if hub_model is not None:
+        left_out = {*packed.left_out, *hub_model.left_out}
+        packed = replace(packed, left_out=tuple(sorted(left_out)))
     print_packed(reference, packed, options.recipe)
     from clowder_aimage.model.stored_ability import find_ability
 
@@ -115,11 +120,11 @@ def pack_files(reference: Reference, path: str, options: FileOptions) -> None:
         note(f"warning: the model is packed, but cannot run here: {fault}")
 
 
-def _fetch(path: str, form: ModelForm) -> tuple[Path, str | None]:
-    """Return the directory of a model and its source; fetch it from the Hugging Face hub first."""
+def _fetch(path: str, form: ModelForm) -> HubModel | None:
+    """Return a model of the Hugging Face hub, fetched if need be; None for a path."""
     name = HubName.parse(path)
     if name is None:
-        return Path(path), None
+        return None
     with Progress("fetching") as progress:
 
         def begin(plan: HubModel) -> None:
@@ -130,7 +135,7 @@ def _fetch(path: str, form: ModelForm) -> tuple[Path, str | None]:
 
         model = find_model(name, form, __version__, begin, progress.advance)
     remark(f"{name} is {model.source}, in {model.snapshot}")
-    return model.path, model.source
+    return model
 
 
 def _parse_time(text: str | None) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from clowder_aimage.cli.console.output import (
@@ -12,9 +12,13 @@ from clowder_aimage.cli.console.output import (
     print_result,
     remark,
 )
+from clowder_aimage.formats.left_out import LeftOut
 from clowder_aimage.importer import PackedModel, Recipe
 from clowder_aimage.importer.decision import WeightReport
 from clowder_aimage.oci import Reference
+
+# Paths of files that are left out in a line, and their characters.
+_SHOWN, _WIDE = 6, 100
 
 
 def print_packed(reference: Reference, packed: PackedModel, recipe: Recipe) -> None:
@@ -58,6 +62,7 @@ def encode_result(reference: Reference, packed: PackedModel) -> dict[str, Any]:
         "cast": cast,
         "saved": report.saved,
         "ignored": report.ignored,
+        "leftOut": [{"path": file.path, "reason": file.reason} for file in packed.left_out],
     }
     return value | {key: change for key, change in changes.items() if change}
 
@@ -81,7 +86,20 @@ def format_result(value: dict[str, Any], packed: PackedModel, recipe: Recipe) ->
         lines.append(f"{left_out} of activations left out: only weights are quantized")
     if packed.aimage.properties.get("pickled"):
         lines.append("warning: contains pickled Python, and loading it runs its code")
-    return "\n".join(lines)
+    return "\n".join((*lines, *describe_left_out(packed.left_out)))
+
+
+def describe_left_out(files: Iterable[LeftOut]) -> Iterator[str]:
+    """Yield a line for each reason to leave out files, with the first of them."""
+    by_reason: dict[str, list[str]] = {}
+    for file in files:
+        by_reason.setdefault(file.reason, []).append(file.path)
+    for reason, paths in sorted(by_reason.items()):
+        shown = ", ".join(
+            path if len(path) <= _WIDE else f"{path[:_WIDE]}…" for path in paths[:_SHOWN]
+        )
+        more = f" and {len(paths) - _SHOWN} more" if len(paths) > _SHOWN else ""
+        yield f"left out, {reason}: {shown}{more}"
 
 
 def _describe_content(value: Mapping[str, Any]) -> str:
