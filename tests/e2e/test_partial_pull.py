@@ -461,7 +461,7 @@ def test_run_completes_a_partial_aimage(
     size = ["--width", 64, "--height", 64, "--steps", 1, "--seed", 1]
     here("run", name, "a lighthouse", *size, "-o", tmp_path / "x.png")
     assert (tmp_path / "x.png").exists()
-    chosen = runnable.blobs("transformer/", "model_index.json")
+    chosen = runnable.blobs("transformer/", "model_index.json", "README.md")
     assert got(proxy, mark) == dict(runnable.blobs("").items() - chosen.items())
     rows = {row["reference"]: row for row in here("ls", "--json").value}
     assert not any("partial" in row for row in rows.values())  # the other names as well
