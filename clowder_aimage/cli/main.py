@@ -34,6 +34,7 @@ GROUPS = {
         "convert": ("convert", "Convert the weights of an AImage."),
         "export": ("export", "Write an AImage as a model directory."),
         "run": ("run", "Generate a picture or an answer from a prompt."),
+        "embed": ("embed", "Compute embeddings of texts."),
         "batch": ("batch", "Send many requests from a file to a worker."),
         "replay": ("replay", "Generate a picture again, and compare."),
         "show": ("show", "Show the content of an AImage."),

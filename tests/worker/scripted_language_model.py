@@ -105,7 +105,12 @@ class ScriptedLanguageModel:
     def embed(self, request: EmbeddingRequest) -> Embeddings:
         self.embedded.append(len(request.texts))
         vectors = tuple((float(len(text)), 0.5) for text in request.texts)
-        return Embeddings(vectors, sum(len(text.split()) for text in request.texts))
+        if request.prompt not in (None, "query"):
+            raise UsageError("no such prompt", field="prompt_name")
+        cut = sum("cut" in text for text in request.texts)
+        return Embeddings(
+            vectors, sum(len(text.split()) for text in request.texts), cut, 9 if cut else 0
+        )
 
 
 def _take_effect(word: str) -> None:

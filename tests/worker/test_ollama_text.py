@@ -107,6 +107,14 @@ def test_embeddings_of_both_routes(client: Any, worker: LocalWorker) -> None:
     assert ask(worker, "/api/embeddings", model="vectors")[1] == [{"embedding": []}]
 
 
+def test_cut_texts_are_told_in_a_header(worker: LocalWorker) -> None:
+    body = {"model": "vectors", "input": "is cut", "prompt_name": "query"}
+    data = json.dumps(body).encode()
+    request = urllib.request.Request(f"{worker.url}/api/embed", data)
+    _, headers, _ = answer_to(request)
+    assert headers["X-Aimage-Warning"] == "the text was cut: the model reads 9 tokens of a text"
+
+
 def test_a_model_is_loaded_and_unloaded_without_a_prompt(client: Any) -> None:
     assert client.chat("words").done_reason == "load"
     (loaded,) = client.ps().models

@@ -221,6 +221,17 @@ def test_embeddings_are_numbers_or_packed(worker: LocalWorker, client: Any) -> N
     assert made.data[0].embedding == [3.0, 0.5]
 
 
+def test_cut_texts_are_told_and_prompts_are_named(worker: LocalWorker) -> None:
+    path, texts = "/v1/embeddings", ["abc", "is cut"]
+    status, headers, body = ask(worker, path, input=texts, prompt_name="query")
+    warning = "1 of 2 texts were cut: the model reads 9 tokens of a text"
+    assert (status, headers["X-Aimage-Warning"]) == (200, warning)
+    assert json.loads(body)["warnings"] == [warning]
+    status, _, body = ask(worker, path, input="abc", prompt_name="x")
+    assert (status, json.loads(body)["error"]["param"]) == (400, "prompt_name")
+    assert "X-Aimage-Warning" not in ask(worker, path, input="abc")[1]
+
+
 def test_models_have_capabilities(worker: LocalWorker) -> None:
     models = {one["id"]: one for one in worker.get("/v1/models")["data"]}
     assert models["words:latest"]["capabilities"] == ["chat", "completion", "tools", "thinking"]

@@ -166,13 +166,13 @@ class OllamaEmbedding(OllamaRequest):
         self, service: Service, request: Request, body: OllamaEmbedBody, *, is_old: bool
     ) -> None:
         super().__init__(service, request, body.model_copy(update={"stream": False}))
-        self._texts, self._is_old = body.texts, is_old
+        self._texts, self._is_old, self._prompt = body.texts, is_old, body.prompt_name
         self._found = Embeddings((), 0)
         self._loading = self._started = 0
 
     async def answer(self) -> web.StreamResponse:
         """Respond to the request. Raises AImageError."""
-        embedding_request = EmbeddingRequest(self._texts)
+        embedding_request = EmbeddingRequest(self._texts, self._prompt)
 
         def make(aimage: AImage) -> EmbeddingRequest:
             check_kind(self.reference, aimage, EMBEDDER, TEXT, interface=OLLAMA)
@@ -193,6 +193,7 @@ class OllamaEmbedding(OllamaRequest):
             self._started = time.monotonic_ns()
         elif isinstance(event, Embeddings):
             self._found = event
+            self.warnings += event.list_warnings()
 
     def explain(self, error: AImageError) -> AImageError:
         name = "prompt" if self._is_old else "input"

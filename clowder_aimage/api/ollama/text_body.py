@@ -11,7 +11,13 @@ from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 from clowder_aimage.api.ollama.request import OllamaBody
 from clowder_aimage.api.request_body import RequestBody, build_field_error
 from clowder_aimage.api.text.chat_message import MAX_MESSAGES, MAX_NAME, MAX_TOOLS, Tool
-from clowder_aimage.api.text.request import MAX_INPUTS, SamplingFields, Stops, parse_texts
+from clowder_aimage.api.text.request import (
+    MAX_INPUTS,
+    PromptName,
+    SamplingFields,
+    Stops,
+    parse_texts,
+)
 from clowder_aimage.model.text.language_model import MAX_ALTERNATIVES, TextRequest, is_answer
 
 
@@ -259,6 +265,7 @@ class OllamaEmbedBody(OllamaBody):
     dimensions: Annotated[Any, WithJsonSchema({"type": "null"})] = Field(
         default=None, description="Refused: embeddings have the dimensions of the model."
     )
+    prompt_name: PromptName = None
 
     @model_validator(mode="after")
     def _check(self) -> Self:

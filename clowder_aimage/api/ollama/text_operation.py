@@ -8,7 +8,7 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from clowder_aimage.api.ollama.text_body import OllamaChatBody, OllamaEmbedBody
-from clowder_aimage.api.openai.text_operation import MAX_BODY
+from clowder_aimage.api.openai.text_operation import CUT, MAX_BODY
 from clowder_aimage.http.operation import COMPUTES, OLLAMA, Answer, Operation
 from clowder_aimage.http.route import INFER
 
@@ -76,7 +76,7 @@ OLLAMA_EMBED = Operation(
     OLLAMA,
     "ollamaEmbed",
     "Compute embeddings of texts.",
-    (Answer("The embeddings.", OllamaEmbeddings),),
+    (Answer("The embeddings.", OllamaEmbeddings, headers=CUT),),
     limit=MAX_BODY,
     body=OllamaEmbedBody,
     refusals=COMPUTES,
@@ -88,7 +88,7 @@ OLLAMA_EMBEDDINGS = Operation(
     OLLAMA,
     "ollamaEmbeddings",
     "Compute the embedding of a text; the older form of `/api/embed`.",
-    (Answer("The embedding.", OllamaEmbedding),),
+    (Answer("The embedding.", OllamaEmbedding, headers=CUT),),
     limit=MAX_BODY,
     body=OllamaEmbedBody,
     refusals=COMPUTES,

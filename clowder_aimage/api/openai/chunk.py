@@ -293,7 +293,7 @@ def encode_embeddings(result: Embeddings, body: EmbeddingsBody, model: str) -> s
     if len(vectors) != len(body.input):
         raise ModelError(f"the model returned {len(vectors)} of {len(body.input)} embeddings")
     encode = _pack if body.encoding_format == "base64" else list
-    facts = {
+    facts: dict[str, Any] = {
         "object": "list",
         "data": [
             {"object": "embedding", "index": index, "embedding": encode(vector)}
@@ -302,6 +302,8 @@ def encode_embeddings(result: Embeddings, body: EmbeddingsBody, model: str) -> s
         "model": model,
         "usage": {"prompt_tokens": result.tokens, "total_tokens": result.tokens},
     }
+    if warnings := result.list_warnings():
+        facts["warnings"] = warnings
     return json.dumps(facts)
 
 

@@ -96,7 +96,9 @@ class TextRoutes:
         if digest := await self._resolve_digest(selected):
             headers["X-Aimage-Digest"] = digest
         text = await run_generation(encode_embeddings, result, body, str(selected.reference))
-        return web.json_response(text=text, headers=headers)
+        response = web.json_response(text=text, headers=headers)
+        add_warnings(response.headers, result.list_warnings())
+        return response
 
     async def _read(self, request: Request, kind: type[_BodyT]) -> _BodyT:
         return await read_body(request, kind, {"pull": self._service.settings.pull})

@@ -20,6 +20,7 @@ HEADERS = {
     **MODEL_HEADERS,
     "X-Aimage-Digest": "The manifest of that AImage; with `stream`, if it was in the store.",
 }
+CUT = {"X-Aimage-Warning": "A sentence about texts that were cut."}
 _FinishReason = Literal["stop", "length", "tool_calls"] | None
 
 
@@ -107,6 +108,7 @@ class EmbeddingList(TypedDict):
     data: list[EmbeddingObject]
     model: str
     usage: TokenUsage
+    warnings: NotRequired[Annotated[list[str], Field(description="Sentences about cut texts.")]]
 
 
 CHAT = Operation(
@@ -160,7 +162,7 @@ EMBED = Operation(
     OPENAI,
     "embed",
     "Compute embeddings of texts.",
-    (Answer("The embeddings.", EmbeddingList, headers=HEADERS),),
+    (Answer("The embeddings.", EmbeddingList, headers=HEADERS | CUT),),
     limit=MAX_BODY,
     body=EmbeddingsBody,
     query=StrictQuery,

@@ -28,6 +28,7 @@ from clowder_aimage.api.request_body import GenerationBody, RequestBody, build_f
 from clowder_aimage.api.text.chat_message import MAX_MESSAGES, MAX_TOOLS, Message, Tool
 from clowder_aimage.model.text.language_model import (
     MAX_ALTERNATIVES,
+    MAX_PROMPT_NAME,
     MAX_SEED,
     MAX_STOP,
     MAX_STOPS,
@@ -87,6 +88,14 @@ def _clamp_top_k(value: int) -> int:
 
 
 _Stop = Annotated[str, Field(max_length=MAX_STOP)]
+PromptName = Annotated[
+    str | None,
+    Field(
+        max_length=MAX_PROMPT_NAME,
+        description="A prompt that the model's files name, before each text. None: its default. "
+        "An extension.",
+    ),
+]
 _StopList = Annotated[list[_Stop], Field(max_length=MAX_STOPS)]
 StopTexts = _Stop | Annotated[list[_Stop | None], Field(max_length=MAX_STOPS)]
 Stops = Annotated[
@@ -495,6 +504,7 @@ class EmbeddingsBody(GenerationBody):
     dimensions: _Nothing = Field(
         default=None, description="Refused: embeddings have the dimensions of the model."
     )
+    prompt_name: PromptName = None
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -508,4 +518,4 @@ class EmbeddingsBody(GenerationBody):
 
     def request(self) -> EmbeddingRequest:
         """Return the request of the model."""
-        return EmbeddingRequest(tuple(self.input))
+        return EmbeddingRequest(tuple(self.input), self.prompt_name)

@@ -28,10 +28,13 @@ from clowder_aimage.cli.console.output import (
     print_result,
     remark,
     wants_json,
+    wants_value,
 )
+from clowder_aimage.errors import AImageError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.completeness import is_partial
 from clowder_aimage.layout.summary import read_summary
+from clowder_aimage.oci import Descriptor
 
 _FILTERED = ("reference", "family", "type", "kind", "partial")
 _TITLES = ("NAME", "FAMILY", "TYPE", "SIZE", "CREATED", "DIGEST")
@@ -152,7 +155,20 @@ def _iter_rows(layout: ImageLayout, patterns: tuple[str, ...]) -> Iterator[dict[
             with contextlib.suppress(OSError):
                 at = int(Path(layout.locate(descriptor)).stat().st_mtime)
                 row["added"] = datetime.fromtimestamp(at, UTC).isoformat()
+            if wants_value():
+                row["capabilities"] = _list_capabilities(layout, descriptor)
             yield row | {"partial": True} if is_partial(layout, descriptor) else row
+
+
+def _list_capabilities(layout: ImageLayout, descriptor: Descriptor) -> list[str]:
+    """Return what a model can do here; nothing for what is not a readable AImage."""
+    from clowder_aimage.layout.stored_aimage import interpret, read_manifest
+    from clowder_aimage.model.stored_ability import find_ability
+
+    with contextlib.suppress(AImageError):
+        stored = interpret(layout, descriptor, read_manifest(layout, descriptor))
+        return [*find_ability(layout, descriptor.digest, stored.aimage).list_capabilities()]
+    return []
 
 
 def _format_cells(row: dict[str, Any], timestamp: float, *, is_whole: bool) -> tuple[str, ...]:

@@ -31,6 +31,8 @@ from clowder_aimage.dialect import AImage, Layer
 from clowder_aimage.errors import NotFoundError, UsageError
 from clowder_aimage.layout.completeness import Completeness, check_stored, describe_missing
 from clowder_aimage.layout.stored_aimage import StoredAImage, interpret, read_manifest
+from clowder_aimage.model.ability import Ability
+from clowder_aimage.model.stored_ability import IMAGE, find_ability
 from clowder_aimage.oci import Descriptor, Index, Reference, mediatype, parse_document
 
 # Characters of the facts of adapters.
@@ -63,12 +65,16 @@ def show(reference: Reference, layers: bool, remote: bool) -> None:
         from clowder_aimage.registry import Repository
 
         with Repository(reference, chosen.build_client_options()) as repository:
-            _show(repository, reference, layers, lambda stored: Completeness(stored.descriptor))
+            _show(repository, reference, layers, lambda it: Completeness(it.descriptor))
         return
     if chosen.has_connection:
         raise UsageError("--plain-http, --insecure and --ca-file require --remote")
     layout = chosen.layout
-    _show(layout, reference, layers, lambda stored: check_stored(layout, stored))
+
+    def find(stored: StoredAImage) -> Ability:
+        return find_ability(layout, stored.descriptor.digest, stored.aimage)
+
+    _show(layout, reference, layers, lambda stored: check_stored(layout, stored), find)
 
 
 def _show(
@@ -76,6 +82,7 @@ def _show(
     reference: Reference,
     layers: bool,
     check: Callable[[StoredAImage], Completeness],
+    find: Callable[[StoredAImage], Ability] | None = None,
 ) -> None:
     descriptor = source.resolve(reference)
     if descriptor.media_type in mediatype.INDEXES:
@@ -84,14 +91,18 @@ def _show(
         return
     stored = interpret(source, descriptor, read_manifest(source, descriptor))
     completeness = check(stored)
-    lines = _format_aimage(reference, stored, completeness)
+    ability = None if find is None else find(stored)
+    lines = _format_aimage(reference, stored, completeness, ability)
     if layers:
         lines += ["", *_format_layers(stored.aimage)]
-    print_result(_encode_aimage(reference, stored, completeness), lines)
+    print_result(_encode_aimage(reference, stored, completeness, ability), lines)
 
 
 def _encode_aimage(
-    reference: Reference, stored: StoredAImage, completeness: Completeness
+    reference: Reference,
+    stored: StoredAImage,
+    completeness: Completeness,
+    ability: Ability | None,
 ) -> dict[str, Any]:
     layers = stored.aimage.layers
     sums = {"blobs": len(completeness.missing), "size": completeness.missing_size}
@@ -104,9 +115,16 @@ def _encode_aimage(
         "size": sum(layer.descriptor.size for layer in layers),
         **(missing if completeness.missing else {}),
         **({"subject": to_plain(subject)} if (subject := stored.aimage.subject) else {}),
+        **({} if ability is None else _encode_ability(ability)),
         "config": stored.aimage.properties,
         "layers": [_encode_layer(layer) for layer in layers],
     }
+
+
+def _encode_ability(ability: Ability) -> dict[str, Any]:
+    obstacle, _ = ability.find_obstacle()
+    reason = {"obstacle": obstacle} if obstacle else {}
+    return {"capabilities": [*ability.list_capabilities()], **reason}
 
 
 def _encode_layer(layer: Layer) -> dict[str, Any]:
@@ -157,7 +175,10 @@ def _format_index(value: dict[str, Any]) -> list[str]:
 
 
 def _format_aimage(
-    reference: Reference, stored: StoredAImage, completeness: Completeness
+    reference: Reference,
+    stored: StoredAImage,
+    completeness: Completeness,
+    ability: Ability | None,
 ) -> list[str]:
     config = stored.aimage.properties
     total = sum(layer.descriptor.size for layer in stored.aimage.layers)
@@ -177,6 +198,7 @@ def _format_aimage(
         dtype = config.get("dtype", "")
         pairs.append(("parameters", f"{format_number(config['parameters'])} {dtype}".strip()))
     pairs += [(key, format_cell(str(config[key]))) for key in _MORE if key in config]
+    pairs += [] if ability is None else _format_ability(ability)
     if isinstance(defaults := config.get("defaults"), dict):
         text = ", ".join(f"{name} {value}" for name, value in defaults.items())
         pairs.append(("defaults", format_cell(text)))
@@ -191,6 +213,16 @@ def _format_aimage(
     if stored.aimage.subject is not None:
         pairs.append(("belongs to", str(stored.aimage.subject.digest)))
     return [*format_fields(pairs), "", *_format_components(stored.aimage)]
+
+
+def _format_ability(ability: Ability) -> list[tuple[str, str]]:
+    """Return what a language model can do here, or why a model cannot run."""
+    obstacle, advice = ability.find_obstacle()
+    if obstacle:
+        reason = f"{obstacle}; {advice}" if advice else obstacle
+        return [("capabilities", format_cell(f"none here: {reason}"))]
+    named = ", ".join(ability.list_capabilities())
+    return [("capabilities", named)] if named not in ("", IMAGE) else []
 
 
 def _format_adapters(config: Mapping[str, Any]) -> list[tuple[str, str]]:

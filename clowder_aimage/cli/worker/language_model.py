@@ -8,9 +8,17 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from clowder_aimage.cli.console.option import get_settings
 from clowder_aimage.cli.console.output import note, note_once
 from clowder_aimage.cli.worker.local_model import LocalOptions, fetch_model
-from clowder_aimage.model.text.language_model import TextEvent, TextNotice, TextRequest
+from clowder_aimage.model.text.language_model import (
+    EmbeddingRequest,
+    Embeddings,
+    TextEvent,
+    TextNotice,
+    TextRequest,
+    join_embeddings,
+)
 
 if TYPE_CHECKING:
     from clowder_aimage.model.text.language_model import LanguageModel
@@ -33,12 +41,15 @@ class LocalLanguageModel:
         """Return the loaded model. Raises as ``local_fetch.fetch`` and ``load_language_model``."""
         if self._loaded is None:
             from clowder_aimage.engine.local_fetch import check_language_model
+            from clowder_aimage.model.stored_ability import find_ability
             from clowder_aimage.model.text.runtime import load_language_model
 
             fetched = fetch_model(self.reference, check=check_language_model)
             stored = fetched.aimage.stored
             self.name = f"{self.reference.name}@{stored.descriptor.digest}"
             fetched.end()
+            layout, digest = get_settings().layout, stored.descriptor.digest
+            find_ability(layout, digest, stored.aimage).check(self.reference)
             fetched.say_loading(all_layers=True)
             dtype, memory = self.options.dtype, self.options.memory
             dtype = dtype and _SHORT.get(dtype, dtype)
@@ -56,6 +67,11 @@ class LocalLanguageModel:
                     for warning in event.warnings:
                         note_once(f"warning: {warning}")
                 yield event
+
+    def embed(self, request: EmbeddingRequest) -> Embeddings:
+        """Return the embeddings of texts, which are computed in batches of bounded memory."""
+        model = self.load()
+        return join_embeddings([model.embed(batch) for batch in request.iter_batches()])
 
     def unload(self) -> None:
         """Free the memory of the model. It is loaded again for the next request."""

@@ -15,7 +15,12 @@ from clowder_aimage.cli.worker.worker import Announce, PictureTask
 
 if TYPE_CHECKING:
     from clowder_aimage.generation.request import GenerateRequest
-    from clowder_aimage.model.text.language_model import TextEvent, TextRequest
+    from clowder_aimage.model.text.language_model import (
+        EmbeddingRequest,
+        Embeddings,
+        TextEvent,
+        TextRequest,
+    )
     from clowder_aimage.oci import Reference
     from clowder_aimage.pictures.generated_picture import GeneratedPicture
 
@@ -58,6 +63,10 @@ class LocalWorker:
     def answer(self, request: TextRequest) -> Generator[TextEvent, None, None]:
         """Yield the pieces of an answer."""
         return self._language_model.answer(request)
+
+    def embed(self, request: EmbeddingRequest) -> Embeddings:
+        """Return the embeddings of texts."""
+        return self._language_model.embed(request)
 
     def _open(self, draft: GenerateRequest) -> LocalImageModel:
         if self._image_model is None:

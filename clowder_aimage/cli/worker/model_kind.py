@@ -11,14 +11,16 @@ from click.core import ParameterSource
 from clowder_aimage.cli.console.option import TextOption, get_settings
 from clowder_aimage.cli.worker.choice import find_default_worker
 from clowder_aimage.errors import AImageError, NotFoundError, UsageError
+from clowder_aimage.model.stored_ability import find_ability
+from clowder_aimage.model.text.language_model import COMPLETION, EMBEDDING
 from clowder_aimage.model.text.runtime import find_runtime
+from clowder_aimage.model.text.text_facts import is_embedder
 
 if TYPE_CHECKING:
+    from clowder_aimage.dialect import AImage
     from clowder_aimage.engine.worker_client import WorkerClient
     from clowder_aimage.oci import Reference
 
-# A capability in ollama's API.
-_TEXT = "completion"
 # Options of both kinds.
 _SHARED = ("seed", "dtype", "memory", "local", "remote")
 
@@ -26,40 +28,71 @@ _SHARED = ("seed", "dtype", "memory", "local", "remote")
 def is_language_model(reference: Reference, client: WorkerClient | None, *, local: bool) -> bool:
     """Return True if an AImage is a language model.
 
+    Raises UsageError if it only computes embeddings, and UnrunnableError if it is in the store and
+    cannot run here.
+    """
+    capabilities = _find_capabilities(reference, client, local=local)
+    if EMBEDDING in capabilities and COMPLETION not in capabilities:
+        hint = f"aimage embed {reference} TEXT..."
+        raise UsageError(f"{reference} computes embeddings, and writes no texts", hint=hint)
+    return COMPLETION in capabilities
+
+
+def check_embedder(reference: Reference, client: WorkerClient | None, *, local: bool) -> None:
+    """Raise UsageError if an AImage is known to compute no embeddings; also UnrunnableError."""
+    capabilities = _find_capabilities(reference, client, local=local)
+    if capabilities and EMBEDDING not in capabilities:
+        raise UsageError(
+            f"{reference} computes no embeddings", hint=f"aimage run {reference} PROMPT"
+        )
+
+
+def _find_capabilities(
+    reference: Reference, client: WorkerClient | None, *, local: bool
+) -> tuple[str, ...]:
+    """Return what a model can do; nothing if it is unknown, or an image model.
+
     It is known from the worker of ``client``; without one from the store, from the default worker
-    unless ``local``, or from the registry. If it is unknown there, the answer is no.
+    unless ``local``, or from the registry. Raises UnrunnableError: its files do not permit it.
     """
     if client is not None:
-        return _ask_worker(client, reference) or False
+        return _ask_worker(client, reference) or ()
     from clowder_aimage.layout.stored_aimage import read_aimage
 
+    layout = get_settings().layout
     try:
-        return find_runtime(read_aimage(get_settings().layout, reference).aimage) is not None
+        stored = read_aimage(layout, reference)
     except NotFoundError:
-        pass
+        default = None if local else find_default_worker(reference)
+        found = _ask_worker(default[0], reference) if default else None
+        return _ask_registry(reference) if found is None else found
     except AImageError:
         # The error of the request for a picture is more specific.
-        return False
-    default = None if local else find_default_worker(reference)
-    is_text = _ask_worker(default[0], reference) if default else None
-    return _ask_registry(reference) if is_text is None else is_text
+        return ()
+    if find_runtime(stored.aimage) is None:
+        return ()
+    ability = find_ability(layout, stored.descriptor.digest, stored.aimage)
+    # Another process may have what is not installed here
+    if ability.fault:
+        ability.check(reference)
+    return ability.capabilities
 
 
-def _ask_worker(client: WorkerClient, reference: Reference) -> bool | None:
+def _ask_worker(client: WorkerClient, reference: Reference) -> tuple[str, ...] | None:
     """Return the answer of a worker; None if it does not have the AImage."""
     with contextlib.suppress(AImageError):
         answer = client.ask("POST", "/api/show", {"model": str(reference)})
         capabilities = answer.get("capabilities") if isinstance(answer, dict) else None
-        return isinstance(capabilities, list) and _TEXT in capabilities
+        return tuple(map(str, capabilities)) if isinstance(capabilities, list) else ()
     return None
 
 
-def _ask_registry(reference: Reference) -> bool:
+def _ask_registry(reference: Reference) -> tuple[str, ...]:
     """Return the answer of the registry, from the manifest and the config."""
     with contextlib.suppress(AImageError):
         connection = get_settings().build_client_options()
         if connection.expand(reference).registry is None:
-            return False
+            return ()
         from clowder_aimage.content.platform import ManifestSelector, select
         from clowder_aimage.layout.stored_aimage import interpret
         from clowder_aimage.oci import Manifest
@@ -69,8 +102,14 @@ def _ask_registry(reference: Reference) -> bool:
             root = repository.resolve(reference)
             base, manifest = select(repository, root, reference, ManifestSelector())
             if isinstance(manifest, Manifest):
-                return find_runtime(interpret(repository, base, manifest).aimage) is not None
-    return False
+                return _guess_capabilities(interpret(repository, base, manifest).aimage)
+    return ()
+
+
+def _guess_capabilities(aimage: AImage) -> tuple[str, ...]:
+    if find_runtime(aimage) is None:
+        return ()
+    return (EMBEDDING,) if is_embedder(aimage) else (COMPLETION, EMBEDDING)
 
 
 def check_options(reference: Reference, *, is_text: bool) -> None:

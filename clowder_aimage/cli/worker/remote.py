@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from clowder_aimage.cli.console.output import clean_line, note_once, remark
@@ -14,16 +14,27 @@ from clowder_aimage.cli.worker.chat_completion import (
     iter_pieces,
     parse_end,
 )
+from clowder_aimage.cli.worker.embedding import build_embedding_fields, parse_embeddings
 from clowder_aimage.cli.worker.image_generation import build_generation_fields, parse_picture
 from clowder_aimage.cli.worker.worker import Announce, PictureTask
 from clowder_aimage.errors import NetworkError, NotFoundError
-from clowder_aimage.model.text.language_model import TextEnd, TextEvent, TextRequest
+from clowder_aimage.model.text.language_model import (
+    EmbeddingRequest,
+    Embeddings,
+    TextEnd,
+    TextEvent,
+    TextRequest,
+    join_embeddings,
+)
 from clowder_aimage.pictures.generated_picture import GeneratedPicture
 
 if TYPE_CHECKING:
     from clowder_aimage.engine.worker_client import WorkerClient
     from clowder_aimage.generation.request import GenerateRequest
     from clowder_aimage.oci import Reference
+
+# Texts whose embeddings one reply has: it stays far below the limit of a reply
+_TEXTS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +87,18 @@ class RemoteWorker:
         if not end.reason:
             raise self._make_disconnected("answer")
         yield end
+
+    def embed(self, request: EmbeddingRequest) -> Embeddings:
+        """Return the embeddings of texts, a request for some of them at a time."""
+        remark(f"computing on the {self.label}")
+        parts = []
+        for start in range(0, len(request.texts), _TEXTS):
+            part = replace(request, texts=request.texts[start : start + _TEXTS])
+            fields = {"model": str(self.reference), **build_embedding_fields(part)}
+            answer = self.client.ask("POST", "/v1/embeddings", fields)
+            parts.append(parse_embeddings(answer, len(part.texts)))
+            _warn(answer.get("warnings"))
+        return join_embeddings(parts)
 
     def _generate(
         self, fields: Mapping[str, Any], bars: _Bars, index: int, announce: Announce

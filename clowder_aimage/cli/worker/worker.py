@@ -10,7 +10,12 @@ if TYPE_CHECKING:
     from clowder_aimage.cli.text.enhance_option import Enhancement
     from clowder_aimage.generation.encoding import Format
     from clowder_aimage.generation.request import GenerateRequest
-    from clowder_aimage.model.text.language_model import TextEvent, TextRequest
+    from clowder_aimage.model.text.language_model import (
+        EmbeddingRequest,
+        Embeddings,
+        TextEvent,
+        TextRequest,
+    )
     from clowder_aimage.pictures.generated_picture import GeneratedPicture
 
 # Called with the worker's label before it generates pictures.
@@ -45,3 +50,6 @@ class Worker(Protocol):
 
     def answer(self, request: TextRequest) -> Generator[TextEvent, None, None]:
         """Yield the pieces of an answer; closing the generator cancels it."""
+
+    def embed(self, request: EmbeddingRequest) -> Embeddings:
+        """Return the embeddings of texts."""

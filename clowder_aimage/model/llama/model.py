@@ -164,6 +164,8 @@ class LlamaModel:
     def embed(self, request: EmbeddingRequest) -> Embeddings:
         """Return embeddings. Raises UsageError, ContextError."""
         require(self.capabilities, EMBEDDING, "model")
+        if request.prompt is not None:
+            raise UsageError("a GGUF model has no prompts by name", field="prompt_name")
         require_characters("".join(request.texts))
         try:
             answer = self._server.embed(request.texts)

@@ -24,6 +24,7 @@ MAX_STOPS = 16
 # Characters of a stop string
 MAX_STOP = 1024
 MAX_ALTERNATIVES = 20  # of a token
+MAX_PROMPT_NAME = 256  # characters
 MAX_SEED = (1 << 64) - 1
 _IN_WORDS = {GRAMMAR: "JSON Schemas for its answers: use a model in GGUF"}
 _IN_WORDS |= {EMBEDDING: "embeddings", LOGPROBS: "log probabilities"}
