@@ -51,7 +51,6 @@ TAKEN = {
     "quality": {"low", "medium", "high", "auto", "standard", "hd"},
     "response_format": {"url", "b64_json"},
     "size": {"auto", "1024x1024", "1536x1024", "1024x1536", "256x256", "512x512", "1792x1024"},
-    "style": {"vivid", "natural"},
 }
 
 

@@ -84,8 +84,8 @@ class ImageRequest(EnhanceFields, PictureFields, GenerationBody):
     # The first part of the types of events
     EVENTS: ClassVar[str] = "image_generation"
     RULES: ClassVar[tuple[FieldRule, ...]] = (needs("prompt", "enhance"),)
-    # Accepted from clients and ignored; ``user`` is neither kept nor logged
-    NO_EFFECT = frozenset({"user", "safety_identifier", "moderation", "style", "input_fidelity"})
+    # Accepted from clients, who ask for nothing by them; ``user`` is neither kept nor logged
+    NO_EFFECT = frozenset({"user", "safety_identifier", "moderation"})
 
     prompt: Prompt
     size: Size = "auto"
