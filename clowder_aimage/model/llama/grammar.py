@@ -16,6 +16,7 @@ from typing import Any
 
 from clowder_aimage.errors import UsageError
 from clowder_aimage.model.bounded_process import RefusedError, run_bounded
+from clowder_aimage.model.llama.closed_schema import close_objects
 
 _MODULE = "clowder_aimage.model.llama.grammar_trial"
 _MAX_CACHED = 256
@@ -101,11 +102,11 @@ class Grammars:
 
 
 def _encode(schema: Mapping[str, Any]) -> str:
-    """Return a schema with the layout of texts, as JSON. Raises UsageError."""
-    value = dict(schema) or {"type": "object"}
-    stated = value.get("x-guidance")
-    value["x-guidance"] = {**(stated if isinstance(stated, dict) else {}), **_LAYOUT}
+    """Return a schema with closed objects and the layout of texts, as JSON. Raises UsageError."""
     try:
+        value = dict(close_objects(schema)) or {"type": "object"}
+        stated = value.get("x-guidance")
+        value["x-guidance"] = {**(stated if isinstance(stated, dict) else {}), **_LAYOUT}
         text = json.dumps(value)
     except (TypeError, ValueError, RecursionError) as error:
         raise _build_schema_error(str(error)) from None
