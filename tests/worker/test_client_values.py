@@ -144,6 +144,10 @@ def test_ollamas_stop_is_a_flag_or_texts() -> None:
         (ChatRequest, {"messages": [{**USER, "name": None, "mood": None}]}),
         (
             ChatRequest,
+            {"messages": [{**USER, "content": [{"type": "text", "text": "a", "cache": None}]}]},
+        ),
+        (
+            ChatRequest,
             {"tools": [{"type": None, "function": {"name": "a", "parameters": None}}]},
         ),
         (ImageRequest, {"loras": [{"model": "a", "strength": None}], "output": None}),

@@ -116,7 +116,8 @@ class Message(RequestBody):
         message = handler(value)
         content = value.get("content") if isinstance(value, Mapping) else None
         for index, part in enumerate(content if isinstance(content, list) else ()):
-            unknown = sorted(part.keys() - TextPart.model_fields.keys())
+            stated = {name for name, field in part.items() if field is not None}
+            unknown = sorted(stated - TextPart.model_fields.keys())
             message._unknown += tuple(f"content[{index}].{name}" for name in unknown)  # noqa: SLF001
         return message
 
