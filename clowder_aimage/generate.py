@@ -122,8 +122,10 @@ class RunnableModel:
 
     def list_warnings(self, request: GenerateRequest) -> list[str]:
         """Return sentences about what has no effect in a request. Raises as ``generate``."""
+        opened = self.adapters.open(request.adapters.loras) if self.adapters else []
+        warnings = [adapter.warning for adapter, _ in opened if adapter.warning]
         with _computing():
-            return self.pipeline.list_warnings(request)
+            return [*warnings, *self.pipeline.list_warnings(request)]
 
     def prepare(self, request: GenerateRequest) -> None:
         """Encode the texts of the next request. Raises as ``generate`` does."""

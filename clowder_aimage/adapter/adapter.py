@@ -154,11 +154,21 @@ Change = Linear | Replacement | Decomposed
 class Adapter:
     """The changes by tensor of the base: ``transformer/layers.0.attention.to_q.weight``.
 
-    The changes of a tensor are added. ``label`` names the adapter in messages.
+    The changes of a tensor are added. ``label`` names the adapter in messages. ``embeddings`` are
+    words whose embeddings are in its file, and are not used.
     """
 
     label: str
     changes: Mapping[str, tuple[Change, ...]] = field(default_factory=dict)
+    embeddings: tuple[str, ...] = ()
+
+    @property
+    def warning(self) -> str | None:
+        """Return a sentence about what is not used of its file, or None."""
+        if not self.embeddings:
+            return None
+        words = ", ".join(self.embeddings)
+        return f"{self.label} has embeddings of its own for {words:.200}, which are not used"
 
     @property
     def nbytes(self) -> int:

@@ -26,6 +26,7 @@ from clowder_aimage.adapter.names import (
 from clowder_aimage.adapter.peft_config import PeftConfig
 from clowder_aimage.adapter.target import strip_tool_prefixes
 from clowder_aimage.errors import FormatError
+from clowder_aimage.tensor.wrapper_name import strip_wrappers
 
 LORA, TABLE, LOHA, LOKR, DORA, FULL = "lora", "embedding", "loha", "lokr", "dora", "full"
 Shape = tuple[int, ...]
@@ -182,10 +183,14 @@ class AdapterLayer:
 
 @dataclass(frozen=True, slots=True)
 class AdapterLayers:
-    """The layers of an adapter, and the tensors of flags for all layers."""
+    """The layers of an adapter, and the tensors of flags for all layers.
+
+    embeddings: the words whose embeddings are in the file (textual inversion), and are not used.
+    """
 
     layers: tuple[AdapterLayer, ...]
     flags: Mapping[str, str]
+    embeddings: tuple[str, ...] = ()
 
 
 def read_layers(
@@ -198,8 +203,12 @@ def read_layers(
             twice, or does not match its other half.
     """
     layers: dict[str, AdapterLayer] = {}
+    embeddings: dict[str, None] = {}
     for name, shape in shapes.items():
-        stem, role = _split(label, name, config)
+        if (match := names.EMBEDDING.fullmatch(name)) is not None:
+            embeddings.setdefault(match["word"])
+            continue
+        stem, role = _split(label, strip_wrappers(name), config)
         layer = layers.setdefault(stem, AdapterLayer(label, stem))
         if role in layer.tensors:
             raise FormatError(
@@ -214,8 +223,9 @@ def read_layers(
     for layer in layers.values():
         layer.check()
     if not any(len(layer.tensors) for layer in layers.values()):
-        raise FormatError(f"{label} contains no tensors of an adapter", hint=_AGAIN)
-    return AdapterLayers(tuple(layers.values()), flags)
+        only = f", but the embeddings {', '.join(embeddings):.200}" if embeddings else ""
+        raise FormatError(f"{label} contains no tensors of an adapter{only}", hint=_AGAIN)
+    return AdapterLayers(tuple(layers.values()), flags, tuple(embeddings))
 
 
 def _split(label: str, name: str, config: PeftConfig | None) -> tuple[str, str]:

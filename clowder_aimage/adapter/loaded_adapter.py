@@ -17,7 +17,7 @@ class LoadedAdapter:
     """
 
     def __init__(self, key: str, adapter: Adapter) -> None:
-        self.key, self.label = key, adapter.label
+        self.key, self.label, self.warning = key, adapter.label, adapter.warning
         self.tensors = frozenset(adapter.changes)
         self._changes = {name: list(changes) for name, changes in adapter.changes.items()}
         self._effects: dict[str, list[Any]] = {}

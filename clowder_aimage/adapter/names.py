@@ -50,6 +50,8 @@ _END = re.compile(
     rf"|(?<![^.])(?P<plain>{'|'.join(_PLAIN)}))"
 )
 _SAVED = re.compile(rf"(?P<stem>.+)\.modules_to_save{_ADAPTER_NAME}\.(?P<leaf>weight|bias)")
+# Embeddings of words beside an adapter (OneTrainer, ComfyUI): ``bundle_emb.WORD.clip_l``
+EMBEDDING = re.compile(r"bundle_emb\.(?P<word>.+)\.[^.]+")
 
 # Unsupported kinds, recognised by a word of the name.
 _UNSUPPORTED = {

@@ -20,9 +20,17 @@ MAX_ALPHA = 1e30
 """The limit of ranks and alphas: their ratio must be finite in float32."""
 KINDS = ("LORA", "LOHA", "LOKR")
 _SYNTAX = re.compile(r"[\[\](){}*+?|$^\\]")
-# Settings that change the meaning of the tensors.
-_UNSUPPORTED = ("layer_replication", "alora_invocation_tokens", "use_qalora", "arrow_config")
-_CHANGED_BASES = ("pissa", "olora", "corda", "loftq")
+# Ways to begin the training that leave the base as it is, and those that change it. Source: peft,
+# ``tuners/lora/layer.py`` and ``tuners/lokr/layer.py``
+_INITIALIZATIONS = ("true", "false", "gaussian", "eva", "orthogonal", "mica", "lycoris")
+_CHANGED_BASES = ("pissa", "olora", "corda", "loftq", "lora_ga")
+# Variants of LoRA have settings of these forms. Known are those that tensors show, or that end with
+# the training
+_VARIANT = re.compile(r"use_.*|.*_config|layer_replication|alora_invocation_tokens")
+_KNOWN_VARIANTS = frozenset(
+    "use_dora use_rslora use_effective_conv2d runtime_config megatron_config eva_config "
+    "corda_config loftq_config lora_ga_config velora_config".split()
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,15 +108,11 @@ class PeftConfig:
                 f"{label}: unsupported adapter type {kind!r:.40}",
                 hint="LoRA, LoHa, LoKr and DoRA can be read",
             )
-        if (unsupported := next((key for key in _UNSUPPORTED if value.get(key)), None)) is not None:
-            raise FormatError(f"{label} sets {unsupported}, which is not supported")
-        initialization = value.get("init_lora_weights")
-        if isinstance(initialization, str) and initialization.lower().startswith(_CHANGED_BASES):
-            raise FormatError(
-                f"{label}: an adapter of type {initialization:.40} changes the base when training "
-                "starts",
-                hint="convert it to a plain LoRA with peft's save_pretrained",
-            )
+        for key, setting in value.items():
+            if setting and key not in _KNOWN_VARIANTS and _VARIANT.fullmatch(key):
+                raise FormatError(f"{label} sets {key[:80]}, which is not supported")
+        for key in ("init_lora_weights", "init_weights"):
+            _check_initialization(value.get(key), label)
         saved = value.get("modules_to_save") or ()
         if not isinstance(saved, list | tuple) or not all(
             isinstance(module, str) for module in saved
@@ -160,6 +164,22 @@ def parse_metadata(metadata: Mapping[str, str], label: str) -> dict[str, PeftCon
     return {
         name: PeftConfig.parse(config, f"{METADATA} of {label}") for name, config in configs.items()
     }
+
+
+def _check_initialization(value: object, label: str) -> None:
+    """Refuse an adapter whose base is not the plain model. Raises FormatError."""
+    name = str(value).lower()
+    if value is None or name in _INITIALIZATIONS:
+        return
+    if name.startswith(_CHANGED_BASES):
+        raise FormatError(
+            f"{label}: an adapter of type {name:.40} changes the base when training starts",
+            hint="convert it to a plain LoRA with peft's save_pretrained",
+        )
+    raise FormatError(
+        f"{label}: the initialization {name:.40} is unknown, and may change the base",
+        hint="convert it to a plain LoRA with peft's save_pretrained",
+    )
 
 
 def _parse_optional(value: object, label: str) -> float | None:

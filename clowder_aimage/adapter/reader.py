@@ -107,6 +107,7 @@ class MatchedAdapter:
         return Adapter(
             self.source.label,
             {name: tuple(tensor_changes) for name, tensor_changes in changes.items()},
+            self.source.content.embeddings,
         )
 
     def check(self, fit: AdapterFit) -> None:

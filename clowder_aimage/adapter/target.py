@@ -14,13 +14,15 @@ from dataclasses import dataclass, replace
 from clowder_aimage.family.image_family import find_original_module, has_exchanged_halves
 
 _NETWORK = (
-    r"base_model\.model\.|model\.diffusion_model\.|diffusion_model\.|(?:transformer|unet)[._]|"
+    r"base_model\.model\.|module[._]|model\.diffusion_model\.|diffusion_model\.|(?:transformer|unet)[._]|"
     r"lora_(?:unet|transformer)_|lycoris_"
 )
 _PREFIX = re.compile(
     rf"(?:{_NETWORK})|(?P<text>lora_te(?P<number>[0-9]?)_|text_encoder(?P<second>_[0-9])?[._]|"
     r"text_encoders\.[^.]+\.)"
 )
+# Prefixes that say nothing of the component
+_NEUTRAL = ("base_model.", "module")
 _NETWORK_PREFIX = re.compile(_NETWORK)
 # The most prefixes of a name, such as base_model.model.transformer.
 _MAX_PREFIXES = 6
@@ -115,7 +117,7 @@ class TargetTable:
                     ["text_encoder" if is_first else f"text_encoder_{number}"],
                     True,
                 )
-            elif not has_text and not match[0].startswith("base_model."):
+            elif not has_text and not match[0].startswith(_NEUTRAL):
                 components = [name for name in components if not _is_text(name)]
         return None
 

@@ -147,6 +147,8 @@ def convert_adapter(
     if chosen is None:
         raise UsageError(f"unknown dialect of adapters: {dialect[:60]!r}", hint=_CHOICES)
     with open_adapter(path, label, config) as source:
+        if source.content.embeddings:
+            _reject(label, chosen, "embeddings of words")
         base_shapes = infer_shapes(source.content.layers) if shapes is None else shapes
         source.check_size(base_shapes)
         matched = match_adapter(source, base_shapes, NAME)

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from clowder_aimage.adapter.reader import read_adapter
-from clowder_aimage.errors import FormatError
+from clowder_aimage.adapter.writer import convert_adapter
+from clowder_aimage.errors import FormatError, UsageError
 from tests.adapter.vectors import pair_of, random, safetensors, tiny_shapes
 
 SHAPES = tiny_shapes()
@@ -166,6 +167,14 @@ def test_an_adapter_for_another_base_says_what_it_is_for(tmp_path: Path) -> None
         ({"use_dora": True}, "says that it is a DoRA"),
         ({"layer_replication": [[0, 1]]}, "layer_replication, which is not supported"),
         ({"init_lora_weights": "pissa_niter_4"}, "changes the base"),
+        ({"init_lora_weights": "Lora_GA"}, "type lora_ga changes the base"),
+        ({"init_lora_weights": "spectral"}, "the initialization spectral is unknown"),
+        ({"init_weights": "spectral"}, "the initialization spectral is unknown"),
+        ({"init_lora_weights": 3}, "the initialization 3 is unknown"),
+        ({"alora_invocation_tokens": [5]}, "sets alora_invocation_tokens, which"),
+        ({"use_bdlora": {"target_modules_bd_a": ["x"]}}, "sets use_bdlora, which is not"),
+        ({"kasa_config": {"beta": 1}}, "sets kasa_config, which is not supported"),
+        ({"use_novelty": True}, "sets use_novelty, which is not supported"),
         ({"r": 8, "lora_alpha": 8}, "its rank is 4, but the configuration has 8"),
     ],
 )
@@ -219,3 +228,36 @@ def test_a_directory_of_peft_is_read(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("[]")
     with pytest.raises(FormatError, match="is not a JSON object"):
         read_adapter(tmp_path / "adapter_model.safetensors", SHAPES, label="style", base="tiny")
+
+
+def test_embeddings_beside_an_adapter_are_a_warning(tmp_path: Path) -> None:
+    embeddings = {f"bundle_emb.{word}.clip_l": random(2, 8) for word in ("my.style", "ohwx")}
+    adapter = read_file(tmp_path, PAIR | embeddings)
+    assert adapter.changes.keys() == read_file(tmp_path, PAIR).changes.keys()
+    assert adapter.warning == (
+        "style has embeddings of its own for my.style, ohwx, which are not used"
+    )
+    assert read_file(tmp_path, PAIR).warning is None
+    with pytest.raises(FormatError, match=r"no tensors of an adapter, but the embeddings my\.sty"):
+        read_file(tmp_path, embeddings)
+
+
+@pytest.mark.parametrize(
+    "stem",
+    [
+        "_orig_mod.layers.0.attention.to_q",
+        "module._orig_mod.layers.0.attention.to_q",
+        "base_model.model._forward_module.layers.0._orig_mod.attention.to_q",
+        "lora_unet__orig_mod_layers_0_attention_to_q",
+    ],
+)
+def test_names_of_wrapped_networks_are_those_of_their_layers(stem: str, tmp_path: Path) -> None:
+    tensors = pair_of(stem, DOWN, UP, "AB", False)
+    assert read_file(tmp_path, tensors).changes.keys() == read_file(tmp_path, PAIR).changes.keys()
+
+
+def test_embeddings_are_not_lost_in_another_dialect(tmp_path: Path) -> None:
+    file = tmp_path / "style.safetensors"
+    file.write_bytes(safetensors(PAIR | {"bundle_emb.ohwx.clip_l": random(2, 8)}))
+    with pytest.raises(UsageError, match=r"cannot be written as kohya, .* embeddings of words"):
+        convert_adapter(file, "kohya", label="style")

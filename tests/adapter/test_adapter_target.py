@@ -12,7 +12,7 @@ TABLE = TargetTable(tiny_shapes())
 PREFIXES = (
     *("", "transformer.", "diffusion_model.", "model.diffusion_model.", "base_model.model."),
     *("base_model.model.transformer.", "base_model.model.diffusion_model.", "lora_unet_"),
-    *("lora_transformer_", "lycoris_"),
+    *("lora_transformer_", "lycoris_", "module.", "base_model.model.module.", "lora_unet_module_"),
 )
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import typing
 import warnings
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +24,10 @@ with warnings.catch_warnings():
 
     from tests.parity.compare import run
 
+from clowder_aimage.adapter import peft_config
 from clowder_aimage.adapter.loaded_adapter import LoadedAdapter
 from clowder_aimage.adapter.reader import read_adapter
+from clowder_aimage.errors import FormatError
 from clowder_aimage.generation.request import GenerateRequest
 from clowder_aimage.model.flow.pipeline import FlowPipeline
 from clowder_aimage.model.loader import load_pipeline
@@ -99,3 +104,18 @@ def test_two_adapters_as_in_diffusers(theirs: Any, ours: FlowPipeline, tmp_path:
     expected = run(theirs, REQUEST)[1].astype(int)
     found = picture(ours, *zip(loaded, strengths, strict=True))
     assert np.abs(found - expected).max() <= 1
+
+
+def test_settings_and_initializations_of_peft_are_known() -> None:
+    import peft
+
+    fields = {field.name: field for field in dataclasses.fields(peft.LoraConfig)}
+    variants = [name for name, field in fields.items() if field.metadata.get("is_lora_variant")]
+    assert variants and all(peft_config._VARIANT.fullmatch(name) for name in variants)
+    stated = typing.get_type_hints(peft.LoraConfig)["init_lora_weights"]
+    (listed,) = (part for part in typing.get_args(stated) if part is not bool)
+    for name in (*typing.get_args(listed), "lora_ga", True, False):
+        value = {"peft_type": "LORA", "init_lora_weights": name}
+        is_changed = str(name).lower().startswith(peft_config._CHANGED_BASES)
+        with pytest.raises(FormatError, match="changes") if is_changed else nullcontext():
+            peft_config.PeftConfig.parse(value, "c")

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from clowder_aimage.errors import NoMemoryError, UnrunnableError, UsageError
 from clowder_aimage.model.mlxlm import generation as text_generation
@@ -45,6 +46,13 @@ def test_a_text_ends_at_its_limit_and_counts_its_tokens(model: Any) -> None:
 def test_whole_files_and_tensors_give_the_same_text(tmp_path: Path, model: Any) -> None:
     whole = load(write_model(tmp_path / "m"), whole=True)
     assert text_of(write(whole)) == text_of(write(model))
+
+
+@pytest.mark.parametrize("wrap", ["_orig_mod.{}", "module._forward_module.{}"])
+def test_names_of_a_wrapped_network_are_read(tmp_path: Path, model: Any, wrap: str) -> None:
+    path = write_model(tmp_path / "m") / "model.safetensors"
+    save_file({wrap.format(name): value for name, value in load_file(path).items()}, path)
+    assert text_of(write(load(path.parent))) == text_of(write(model))
 
 
 def test_thoughts_an_answer_and_a_call(tmp_path: Path) -> None:

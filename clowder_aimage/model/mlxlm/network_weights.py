@@ -16,6 +16,7 @@ from clowder_aimage.model.mlxlm.cpu_network import accelerate
 from clowder_aimage.model.quantized import QuantizedArray
 from clowder_aimage.model.weights import ModelWeights
 from clowder_aimage.tensor import Quantization
+from clowder_aimage.tensor.wrapper_name import strip_common_wrappers
 
 _WEIGHT = ".weight"
 # Before the names of a model without a head, such as Qwen3Model, which begin so
@@ -33,6 +34,11 @@ def load_network(
         FormatError: A blob does not match its layer.
     """
     arrays, quantized = _read(weights, dtype, keep_quantized=keep_quantized)
+    plain = strip_common_wrappers(arrays)
+    arrays = {plain[name]: value for name, value in arrays.items()}
+    quantized = {
+        plain[f"{path}{_WEIGHT}"].removesuffix(_WEIGHT): value for path, value in quantized.items()
+    }
     if any(name.startswith(_HEADLESS) for name in arrays) and hasattr(network, "model"):
         arrays = {_INNER + name: value for name, value in arrays.items()}
         quantized = {_INNER + name: value for name, value in quantized.items()}
