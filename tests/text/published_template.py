@@ -67,6 +67,8 @@ CONVERSATIONS: tuple[tuple[list[dict[str, Any]], list[dict[str, Any]]], ...] = (
     ([USER, CALL, RESULT], [TOOL]),
     ([USER, THOUGHT, THANKS], []),
 )
+# The last message is continued
+CONTINUED = [USER, {"role": "assistant", "content": "Well, "}]
 
 
 @cache
@@ -83,7 +85,7 @@ def make_published(name: str) -> ChatTemplate:
 
 
 def read_digests() -> dict[str, list[str]]:
-    """Return the digests of the prompts of each template, by the conversation."""
+    """Return the digests of the prompts of each template: of each conversation, and CONTINUED."""
     digests: dict[str, list[str]] = json.loads(_DIGESTS.read_text("utf-8"))["prompts"]
     return digests
 
@@ -104,13 +106,15 @@ def _write(directory: Path) -> None:
     templates = {path.stem: path.read_text("utf-8") for path in sorted(directory.glob("*.jinja"))}
     for name, text in templates.items():
         prompts[name] = []
-        for messages, tools in CONVERSATIONS:
+        for messages, tools in (*CONVERSATIONS, (CONTINUED, [])):
+            is_continued = messages is CONTINUED
             try:
                 (prompt,), _ = chat_template_utils.render_jinja_template(
                     [messages],
                     tools=tools or None,
                     chat_template=text,
-                    add_generation_prompt=True,
+                    add_generation_prompt=not is_continued,
+                    continue_final_message=is_continued,
                     **TOKENS,
                 )
             except Exception:

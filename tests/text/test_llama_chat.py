@@ -145,3 +145,10 @@ def test_templates_that_cannot_be_used(tmp_path: Path) -> None:
     )
     with pytest.raises(UsageError, match="no user"):
         ask(model)
+
+
+def test_an_answer_is_continued(tmp_path: Path) -> None:
+    model = say(tmp_path, "qwen2", ANSWER)
+    begun = (*QUESTION, {"role": "assistant", "content": ANSWER[0]})
+    events = ask(model, *begun, is_continued=True)
+    assert text(events) == "".join(ANSWER[1:])

@@ -16,9 +16,10 @@ from clowder_aimage.model.text.language_model import (
     EmbeddingRequest,
     Sampling,
     TextDelta,
+    TextNotice,
     TextRequest,
 )
-from tests.text.mlx_models import calls_of, chat, end_of, load, text_of, tiny, write
+from tests.text.mlx_models import GREEDY, calls_of, chat, end_of, load, text_of, tiny, write
 from tests.text.tiny_text import CONTEXT, add_pooling, write_model
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
@@ -255,3 +256,27 @@ def test_contexts_and_requests_share_the_memory() -> None:
     assert plan(400_000, wanted=500) == (500, 4)
     with pytest.raises(UsageError, match="room for 3000 tokens"):
         plan(400_000, wanted=5_000)
+
+
+def test_an_answer_is_continued(tmp_path: Path) -> None:
+    model = load(write_model(tmp_path / "m", "qwen2", says=("three pink", " boxes", " here")))
+    messages = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "three pink"})
+    request = TextRequest(messages=messages, sampling=GREEDY, is_continued=True)
+    assert text_of([*model.generate(request)]) == " boxes here"
+
+
+def test_messages_with_channels(tmp_path: Path) -> None:
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}<|start|><|message|><|start|>a\n"
+    says = ("<|channel|>", "analysis", "<|message|>", "plan", "<|end|>", "done")
+    found = chat(load(write_model(tmp_path / "m", says=says, template=template)))
+    assert (text_of(found, "thinking"), text_of(found)) == ("plan", "done")
+
+
+def test_a_template_of_parts_gets_parts_and_unread_options_are_named(tmp_path: Path) -> None:
+    template = (
+        "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}\n"
+    )
+    model = load(write_model(tmp_path / "m", "qwen2", template=template))
+    found = chat(model, "a red ball", template_options={"x": 1}, max_tokens=1)
+    assert found[0] == TextNotice(ignored=("chat_template_kwargs.x",))
+    assert end_of(found).prompt_tokens > end_of(chat(model, "a", max_tokens=1)).prompt_tokens

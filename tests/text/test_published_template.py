@@ -12,6 +12,7 @@ from clowder_aimage.errors import ChatTemplateError, UsageError
 from clowder_aimage.model.text import chat_template
 from clowder_aimage.model.text.language_model import TextRequest
 from tests.text.published_template import (
+    CONTINUED,
     CONVERSATIONS,
     FAILURE,
     NOW,
@@ -31,7 +32,8 @@ def _clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def render(name: str, messages: Any, tools: Any) -> str | None:
-    request = TextRequest(messages=tuple(messages), tools=tuple(tools))
+    is_continued = messages is CONTINUED
+    request = TextRequest(messages=tuple(messages), tools=tuple(tools), is_continued=is_continued)
     try:
         return make_published(name).compose(request)[0]
     except (UsageError, ChatTemplateError):
@@ -41,7 +43,7 @@ def render(name: str, messages: Any, tools: Any) -> str | None:
 @pytest.mark.parametrize("name", read_templates())
 def test_prompts_are_those_of_transformers(name: str) -> None:
     for index, (conversation, expected) in enumerate(
-        zip(CONVERSATIONS, read_digests()[name], strict=True)
+        zip((*CONVERSATIONS, (CONTINUED, [])), read_digests()[name], strict=True)
     ):
         prompt = render(name, *conversation)
         if index in MORE.get(name, ()):

@@ -3,8 +3,8 @@
 It answers with the words of the last message, one in each turn. Some words have effects: ``fail``
 raises an error, ``crash`` ends the process, ``bye`` does so after the text, ``slow`` takes a while,
 ``wait`` has no piece while others are open, ``process`` is another text in each process, ``hang``
-at the beginning never ends, nor does ``stall`` later. The first word of each text that is begun,
-and ``stall``, is written to the file SCRIPTED_LOG.
+at the beginning never ends, nor does ``stall`` later; ``notice`` there gives NOTICE. The first word
+of each text that is begun, and ``stall``, is written to the file SCRIPTED_LOG.
 """
 
 from __future__ import annotations
@@ -29,12 +29,14 @@ from clowder_aimage.model.text.language_model import (
     TextDelta,
     TextEnd,
     TextEvent,
+    TextNotice,
     TextRequest,
     Token,
     ToolCall,
 )
 
 CONTEXT = 512
+NOTICE = TextNotice(("the template leaves out Ä",), ("reasoning_effort",))
 
 
 class ScriptedLanguageModel:
@@ -77,6 +79,8 @@ class ScriptedLanguageModel:
     def _events(self, words: Sequence[str], request: TextRequest) -> Any:
         self.open += 1
         begun = request.begun.count
+        if words[0] == "notice":
+            yield NOTICE
         try:
             for number, word in enumerate(words[: request.max_tokens]):
                 if number < begun:

@@ -182,3 +182,21 @@ def test_only_admins_change_how_long_a_model_stays(worker: LocalWorker, tmp_path
         with pytest.raises(ollama.ResponseError, match="scope admin") as caught:
             other.chat("words", keep_alive=0)
     assert caught.value.status_code == 403
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_remarks_of_a_model_are_headers(worker: LocalWorker, stream: bool) -> None:
+    body = {"model": "words", "messages": said("notice one"), "stream": stream, "other": 1}
+    asked = urllib.request.Request(f"{worker.url}/api/chat", json.dumps(body).encode())
+    status, headers, _ = answer_to(asked)
+    assert (status, headers["X-Aimage-Ignored"]) == (200, "other, reasoning_effort")
+    assert headers.get_all("X-Aimage-Warning") == ["the template leaves out \\xc4"]
+
+
+def test_a_last_message_of_the_assistant_is_not_continued_with_tools(worker: LocalWorker) -> None:
+    answered = [*said("one"), {"role": "assistant", "content": "two"}]
+    tool = {"type": "function", "function": {"name": "look"}}
+    body: dict[str, Any] = {"model": "words", "messages": answered}
+    assert ask(worker, "/api/chat", **body)[0] == 200
+    status, lines = ask(worker, "/api/chat", **body, tools=[tool])
+    assert status == 400 and "cannot be continued with tools" in lines[0]["error"]

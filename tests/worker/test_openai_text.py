@@ -402,3 +402,31 @@ def test_a_list_that_is_too_long_is_refused_in_a_sentence(worker: LocalWorker) -
     status, _, answer = ask(worker, stop=["x"] * 17)
     message = json.loads(answer)["error"]["message"]
     assert (status, message) == (400, "stop must have at most 16 items, not 17")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_remarks_of_a_model_are_headers(worker: LocalWorker, stream: bool) -> None:
+    body: dict[str, Any] = {"messages": "notice one", "other": 1, "n": 2, "stream": stream}
+    status, headers, answer = ask(worker, **body)
+    assert (status, headers["X-Aimage-Ignored"]) == (200, "other, reasoning_effort")
+    assert headers.get_all("X-Aimage-Warning") == ["the template leaves out \\xc4"]
+    assert b"notice " in answer
+    status, _, answer = ask(worker, f"{CHAT}?strict=1", messages=said("notice one"), stream=stream)
+    assert (status, json.loads(answer)["error"]["param"]) == (400, "reasoning_effort")
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"tools": [{"type": "function", "function": {"name": "look"}}]}, "messages"),
+        ({"continue_final_message": True, "response_format": {"type": "json_object"}}, "messages"),
+        ({"continue_final_message": True, "messages": said("a")}, "messages"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_continued_is_refused(worker: LocalWorker, body: Any, param: str) -> None:
+    answered = [*said("one"), {"role": "assistant", "content": "two"}]
+    status, _, answer = ask(worker, **{"messages": answered} | body)
+    assert (status, json.loads(answer)["error"]["param"]) == (400, param)
+    fresh = {"continue_final_message": False, "messages": answered}
+    assert ask(worker, **body | fresh)[0] == 200 or "response_format" in body

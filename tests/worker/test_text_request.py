@@ -304,3 +304,50 @@ def test_ollamas_requests_are_refused_by_field(kind: Any, fields: Any, param: st
     with pytest.raises(ApiError) as caught:
         check_fields(fields, kind)
     assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("last", "fields", "is_continued", "has_opening"),
+    [
+        ("assistant", {}, True, True),
+        ("user", {}, False, True),
+        ("assistant", {"continue_final_message": False}, False, True),
+        ("assistant", {"add_generation_prompt": True}, False, True),
+        (
+            "assistant",
+            {"continue_final_message": True, "add_generation_prompt": False},
+            True,
+            False,
+        ),
+        ("assistant", {"response_format": {"type": "json_object"}}, False, True),
+        ("user", {"add_generation_prompt": False}, False, False),
+    ],
+    ids=str,
+)
+def test_a_last_message_of_the_assistant_is_continued(
+    last: str, fields: Any, is_continued: bool, has_opening: bool
+) -> None:
+    (request,) = chat(messages=[USER, {"role": last, "content": "so"}], **fields).build_requests()
+    assert (request.is_continued, request.has_opening) == (is_continued, has_opening)
+
+
+def test_variables_of_a_template_are_passed_on() -> None:
+    options = {"thinking": True, "budget": {"a": [1]}, "absent": None}
+    (request,) = chat(chat_template_kwargs=options, reasoning_effort="low").build_requests()
+    assert request.template_options == {"thinking": True, "budget": {"a": [1]}}
+    assert (request.thinking, request.effort) == (True, "low")
+    sent = TextRequest.from_json(json.loads(json.dumps(asdict(request))))
+    assert sent == request
+
+
+def test_levels_of_ollama_are_passed_on() -> None:
+    for think, expected in ((True, (True, None)), ("high", (True, "high")), (None, (None, None))):
+        made = check_fields({"messages": [USER], "think": think}, OllamaChatBody).request()
+        assert (made.thinking, made.effort) == expected
+    answered = [USER, {"role": "assistant", "content": "so"}]
+    assert check_fields({"messages": answered}, OllamaChatBody).request().is_continued
+    assert (
+        not check_fields({"messages": answered, "format": "json"}, OllamaChatBody)
+        .request()
+        .is_continued
+    )

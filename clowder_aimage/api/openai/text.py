@@ -158,8 +158,11 @@ class TextRoutes:
         headers = selected.build_headers(self._service, body)
         if selected.stored is not None:
             answer.digest = headers["X-Aimage-Digest"] = await self._resolve_digest(selected)
-        requests = body.build_requests()
         explain = _build_explainer("messages" if isinstance(body, ChatRequest) else "prompt")
+        try:
+            requests = body.build_requests()
+        except UsageError as error:
+            raise explain(error) from None
         warnings = list[str]()
 
         def note(notice: TextNotice) -> None:

@@ -11,8 +11,11 @@ from clowder_aimage.model.text.content_form import join_parts
 from clowder_aimage.model.text.forced_call import CallStream, open_call
 from clowder_aimage.model.text.language_model import TextNotice, TextRequest
 from clowder_aimage.model.text.stream import TextStream
-from clowder_aimage.model.text.thought_format import PLAIN
+from clowder_aimage.model.text.thought_format import PLAIN, ThoughtFormat
 from clowder_aimage.model.text.tool_call_format import call_format
+
+# Characters at the end of a prompt that may begin an answer
+_OPENING = 64
 
 
 def begin_chat(
@@ -47,7 +50,7 @@ def begin_chat(
     if is_continued:
         opened = form.find_open(join_parts(request.messages[-1]["content"]))
     else:
-        opened = form.find_end(prompt)
+        opened = _find_opened(form, prompt, request)
     stream = TextStream(
         (*request.stop, *stop),
         calls=call_format(template.source) if request.tools else None,
@@ -59,3 +62,13 @@ def begin_chat(
         is_stripped=(is_stripped or bool(opened)) and not is_continued,
     )
     return prompt, stream, notice
+
+
+def _find_opened(form: ThoughtFormat, prompt: str, request: TextRequest) -> str:
+    """Return the mark of thoughts, or of an answer, that the end of a prompt has begun."""
+    if end := form.find_end(prompt):
+        return end
+    opened = form.find_open(prompt[-_OPENING:])
+    # A message may be about these marks
+    contents = (join_parts(message.get("content") or "") for message in request.messages)
+    return "" if any(opened in text for text in contents) else opened

@@ -48,7 +48,7 @@ _ANSWERS = (
 )
 # Tokens that frame turns, fill gaps or stand for other media: they are no part of an answer
 _STRUCTURE = re.compile(
-    r"pad|unk|bos|eos|mask|\bsep\b|cls|reserved|unused|extra_|endoftext|end.?of.?(text|turn|sent|utt)"
+    r"pad|unk|bos|eos|mask|\bsep\b|cls|reserved|unused|extra_|endof(text|prompt)|end.?of.?(text|turn|sent|utt)"
     r"|begin.?of.?(text|sent)|start.?of.?(turn|role)|end.?of.?(role|plugin)|\beo[tm]\b|eo[tm]_id"
     r"|im_(start|end)|header|fim|prefix|suffix|middle|file|repo|vision|image|img|audio|video|object"
     r"|box|quad|^</?s>$|\d{2,}\W*$",
