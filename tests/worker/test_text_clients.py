@@ -2,7 +2,8 @@
 
 ``words`` gives one answer to every prompt, ``caller`` calls a function, ``vectors`` has a pooling,
 ``packed`` is a GGUF file. LiteLLM and LangChain are in the environment of AIMAGE_LITELLM_PYTHON,
-OpenAI's SDK for node in that of AIMAGE_OPENAI_NODE.
+other frameworks in that of AIMAGE_FRAMEWORKS_PYTHON, OpenAI's SDK for node in that of
+AIMAGE_OPENAI_NODE.
 """
 
 from __future__ import annotations
@@ -105,6 +106,21 @@ def test_openai_tools(client: Any) -> None:
     messages = [*HELLO, made.message, result]
     again = client.chat.completions.create(model="words", messages=messages, tools=[LOOK])
     assert again.choices[0].message.content == ANSWER
+
+
+def test_openai_tools_that_are_forced(client: Any) -> None:
+    look = {"type": "function", "function": {"name": "look"}}
+    ask: dict[str, Any] = {"messages": HELLO, "tools": [LOOK], "max_tokens": 200}
+    for choice in ("required", look):
+        (made,) = client.chat.completions.create(
+            model="packed", tool_choice=choice, parallel_tool_calls=False, **ask
+        ).choices
+        if made.finish_reason == "tool_calls":  # a scripted model may not end a number
+            (call,) = made.message.tool_calls
+            assert call.function.name == "look" and {*json.loads(call.function.arguments)} <= {"at"}
+        with pytest.raises(openai.BadRequestError, match="GGUF") as caught:
+            client.chat.completions.create(model="words", tool_choice=choice, **ask)
+        assert caught.value.param == "tool_choice"
 
 
 def test_openai_embeddings(client: Any) -> None:
@@ -328,6 +344,37 @@ def test_langchain(langchain: Call, worker: Worker, kind: str) -> None:
     more = {"check_embedding_ctx_length": False} if kind == "openai" else {}
     found = langchain(kind=kind, do="embed", arguments={"model": "vectors", **where, **more})
     assert [len(vector) for vector in found["made"]] == [64, 64], found
+
+
+@pytest.fixture(scope="module")
+def framework(worker: Worker, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Call]:
+    python = os.environ.get("AIMAGE_FRAMEWORKS_PYTHON")
+    if not python:
+        pytest.skip("AIMAGE_FRAMEWORKS_PYTHON names no Python with LlamaIndex and Haystack")
+    script = Path(__file__).with_name("framework_client.py")
+    yield from _conversation([python, script], HOME=str(tmp_path_factory.mktemp("frameworks")))
+
+
+FRAMEWORKS = ("langchain", "llama-index ollama", "llama-index openai", "haystack")
+
+
+@pytest.mark.parametrize("kind", FRAMEWORKS)
+def test_frameworks(framework: Call, worker: Worker, kind: str) -> None:
+    def ask(do: str, model: str) -> Any:
+        said = framework(kind=kind, do=do, url=worker.url, model=model)
+        assert "made" in said, said
+        return said["made"]
+
+    assert ask("chat", "words") == ANSWER
+    parts = ask("stream", "words")
+    assert "".join(parts) == ANSWER and len([part for part in parts if part]) > 1
+    assert ask("json", "packed").startswith("{")
+    if kind == "langchain":
+        assert ask("stop", "words") == "the answer"
+    else:
+        assert ask("tools", "caller") == [["look", {"at": 1}]]
+    if kind == "llama-index openai":
+        assert {name for name, _ in ask("required", "packed")} == {"look"}
 
 
 def test_openai_for_node(worker: Worker) -> None:
