@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken
 
 from clowder_aimage.errors import ModelError, StuckError
 from clowder_aimage.formats.model_tree import MAX_JSON
@@ -41,11 +41,6 @@ _ADDING = ("TemplateProcessing", "BertProcessing", "RobertaProcessing")
 # Characters that a normalizer makes of one at most (Unicode, UAX #15, "Maximum Expansion Factor")
 _GROWTH = {"NFKC": 18, "NFKD": 18, "NFC": 3, "NFD": 4, "Lowercase": 3, "ByteLevel": 4}
 _GROWTH["BertNormalizer"] = 12
-# The regular expression of Qwen2 and Qwen3 to split text before the byte-level BPE.
-_QWEN_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 _STDERR = threading.Lock()
 
 
@@ -105,23 +100,6 @@ class TokenizerBackend:
         with _silence_output("the tokenizer cannot be read"):
             backend = tokenizers.Tokenizer.from_str(text)
         return cls(backend, growth, added, tuple(_iter_components(value.get("decoder"))))
-
-    @classmethod
-    def from_qwen(
-        cls, vocabulary: dict[str, int], merges: list[tuple[str, str]], added: Mapping[str, Any]
-    ) -> TokenizerBackend:
-        """Return a tokenizer with the other components of Qwen2 and Qwen3. Raises ModelError."""
-        with _silence_output("the tokenizer cannot be read"):
-            backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
-            backend.normalizer = normalizers.NFC()
-            backend.pre_tokenizer = pre_tokenizers.Sequence(
-                [
-                    pre_tokenizers.Split(Regex(_QWEN_SPLIT), behavior="isolated"),
-                    pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-                ]
-            )
-            backend.decoder = decoders.ByteLevel()
-        return cls(backend, _GROWTH["NFC"], added, ({"type": "ByteLevel"},))
 
     def truncate(self, count: int, side: str) -> None:
         """Return at most ``count`` tokens from now on. Raises ModelError."""

@@ -192,6 +192,7 @@ def test_vocabulary_and_merges(tiny: Model, tmp_path: Path) -> None:
         ("vocab.json", json.dumps(value["model"]["vocab"])),
         ("merges.txt", merges),
         ("added_tokens.json", json.dumps(added)),
+        ("tokenizer_config.json", "{}"),
     ):
         changed = with_file((store, changed), f"tokenizer/{name}", text.encode())
     prompt = "the red fox, re-read"

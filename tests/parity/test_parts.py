@@ -166,7 +166,7 @@ def as_vocabulary(folder: Path, template: str) -> Any:
         special_tokens=True,
     )
     tokens = {str(i): {"content": t, "special": True} for i, t in added(theirs).items()}
-    merge_config(folder, {"added_tokens_decoder": tokens})
+    merge_config(folder, {"added_tokens_decoder": tokens, "tokenizer_class": "Qwen2Tokenizer"})
     return theirs
 
 

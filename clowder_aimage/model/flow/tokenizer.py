@@ -74,7 +74,7 @@ class Tokenizer:
         Raises:
             ModelError: The tokenizer or chat template is missing or malformed.
         """
-        files = TokenizerFiles(store, aimage, FOLDER)
+        files = TokenizerFiles(store, aimage, FOLDER, "text_encoder/config.json")
         config = files.read_config()
         template = files.read_templates(config).get("default")
         if template is None:

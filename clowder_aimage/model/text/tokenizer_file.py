@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,9 +10,16 @@ from typing import Any
 from clowder_aimage.content.store import BlobFiles
 from clowder_aimage.dialect.aimage import AImage
 from clowder_aimage.errors import ModelError
+from clowder_aimage.model.text.bpe_file import (
+    MERGES,
+    VOCABULARY,
+    build_tokenizer,
+    find_class,
+    list_special_tokens,
+)
 from clowder_aimage.model.text.chat_template import find_templates, parse_special_tokens
 from clowder_aimage.model.tokenizer_backend import TokenizerBackend
-from clowder_aimage.model.weights import find
+from clowder_aimage.model.weights import find, find_object
 from clowder_aimage.tensor.config_fields import parse_object
 
 _TOKEN_OPTIONS = ("single_word", "lstrip", "rstrip", "normalized", "special")
@@ -19,11 +27,15 @@ _TOKEN_OPTIONS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFiles:
-    """The files of a tokenizer in a folder of an AImage; the folder "" is the top level."""
+    """The files of a tokenizer in a folder of an AImage; the folder "" is the top level.
+
+    network: the name of the configuration of its network.
+    """
 
     store: BlobFiles
     aimage: AImage
     folder: str = ""
+    network: str = "config.json"
 
     def read(self, name: str) -> bytes | None:
         """Return the bytes of a file, or None. Raises ModelError if it is too large."""
@@ -55,37 +67,48 @@ class TokenizerFiles:
             ModelError: The tokenizer is missing or malformed.
         """
         try:
-            return self._build_backend(self.list_added_tokens(config))
+            return self._build_backend(config, self.list_added_tokens(config))
         except ModelError:
             raise
         # The library raises any type of error, since any field may have any type
         except Exception as error:
             raise ModelError(f"the tokenizer cannot be read: {error}") from error
 
-    def _build_backend(self, added: Mapping[str, Any]) -> TokenizerBackend:
+    def _build_backend(
+        self, config: Mapping[str, Any], added: Mapping[str, Any]
+    ) -> TokenizerBackend:
         data = self.read("tokenizer.json")
         if data is not None:
             return TokenizerBackend.from_json(data.decode(), added)
-        vocabulary, merges = self.read_object("vocab.json"), self.read("merges.txt")
+        vocabulary, merges = self.read_object(VOCABULARY), self.read(MERGES)
         if not vocabulary or merges is None:
-            raise ModelError("the model has neither tokenizer.json nor vocab.json with merges.txt")
-        return TokenizerBackend.from_qwen(vocabulary, _parse_merges(merges.decode()), added)
+            raise ModelError(f"the model has neither tokenizer.json nor {VOCABULARY} with {MERGES}")
+        stated = self._list_stated_tokens(config).items()
+        ids = {fields["content"]: int(number) for number, fields in stated}
+        network = find_object(self.store, self.aimage, self.network) or {}
+        name = find_class(config, network.get("model_type"))
+        text = json.dumps(build_tokenizer(name, config, vocabulary, merges.decode(), ids))
+        special = list_special_tokens(name, config, {**vocabulary, **ids})
+        # New tokens get the next ids, in this order
+        others = {text: options for text, options in special.items() if text not in added}
+        backend = TokenizerBackend.from_json(text, {**added, **others})
+        for content, number in ids.items():
+            if backend.find(content) != number:
+                raise ModelError(f"the added token {content!r:.80} cannot have the id {number}")
+        return backend
 
     def list_added_tokens(self, config: Mapping[str, Any]) -> dict[str, dict[str, bool]]:
         """Return the options of tokens that the configuration adds, in the order of their ids."""
-        listed = config.get("added_tokens_decoder") or {
-            index: {"content": content, "special": content.startswith("<|")}
-            for content, index in self.read_object("added_tokens.json").items()
-        }
+        listed = self._list_stated_tokens(config)
         return {
             fields["content"]: {key: fields[key] for key in _TOKEN_OPTIONS if key in fields}
             for _, fields in sorted(listed.items(), key=lambda item: int(item[0]))
         }
 
-
-def _parse_merges(text: str) -> list[tuple[str, str]]:
-    lines = [line for line in text.split("\n") if line and not line.startswith("#version")]
-    pairs = [tuple(line.rstrip("\r").split(" ")) for line in lines]
-    if any(len(pair) != 2 for pair in pairs):
-        raise ModelError("merges.txt: every line must contain two tokens")
-    return [(left, right) for left, right in pairs]
+    def _list_stated_tokens(self, config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """Return the added tokens by their ids, as they are stated."""
+        stated: dict[str, dict[str, Any]] = config.get("added_tokens_decoder") or {
+            str(index): {"content": content, "special": content.startswith("<|")}
+            for content, index in self.read_object("added_tokens.json").items()
+        }
+        return stated
