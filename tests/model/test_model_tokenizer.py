@@ -159,8 +159,27 @@ def test_the_error_of_a_template_does_not_quote_the_prompt(tiny: Model, template
 
 def test_every_rendering_may_loop(tiny: Model) -> None:
     """The limit of loops in loops is counted anew each time."""
-    tokenizer = with_template(tiny, "{% for i in range(60000) %}{% endfor %}done")
-    assert [tokenizer.render("x") for _ in range(3)] == ["done"] * 3
+    tokenizer = with_template(
+        tiny, "{% for i in range(60000) %}{% endfor %}{{ messages[0].content }}"
+    )
+    assert [tokenizer.render("x") for _ in range(3)] == ["x"] * 3
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("{% for p in messages[0].content %}<{{ p.text }}>{% endfor %}", "<2 red balls>"),
+        ("{{ messages[0].content }}", "2 red balls"),
+        ("a picture", "leaves out the prompt"),
+        ("{{ messages[0].content[:3] }}", "leaves out the prompt"),
+    ],
+)
+def test_a_prompt_is_in_the_form_of_the_template(tiny: Model, source: str, expected: str) -> None:
+    try:
+        text = with_template(tiny, source).render("2 red balls")
+    except ModelError as error:
+        text = error.message
+    assert text.endswith(expected)
 
 
 def test_templates_that_do_not_parse(tiny: Model) -> None:
@@ -177,7 +196,7 @@ def test_missing_and_malformed_files(tiny: Model) -> None:
     with pytest.raises(ModelError, match="tokenizer cannot be read"):
         Tokenizer.load(store, with_file(tiny, "tokenizer/tokenizer.json", b"{}"))
     with pytest.raises(ModelError, match="no tokens"):
-        with_template(tiny, "").encode("x")
+        with_template(tiny, "").encode("")
 
 
 def test_vocabulary_and_merges(tiny: Model, tmp_path: Path) -> None:

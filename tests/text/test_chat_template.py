@@ -10,11 +10,10 @@ from clowder_aimage.errors import ChatTemplateError, UsageError
 from clowder_aimage.model.text.chat_template import (
     ChatTemplate,
     check_request,
-    find_templates,
-    parse_special_tokens,
     require_template,
 )
 from clowder_aimage.model.text.language_model import TextRequest
+from clowder_aimage.model.text.template_file import find_templates, parse_special_tokens
 from tests.text.chat_template import CHATML, GEMMA, LLAMA, MISTRAL, QWEN3
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}

@@ -9,10 +9,11 @@ import pytest
 
 from clowder_aimage.errors import ChatTemplateError, UsageError
 from clowder_aimage.model.text.chat_prompt import begin_chat
-from clowder_aimage.model.text.chat_template import ChatTemplate, find_templates
+from clowder_aimage.model.text.chat_template import ChatTemplate
 from clowder_aimage.model.text.content_form import ContentForm
 from clowder_aimage.model.text.language_model import TextDelta, TextNotice, TextRequest
 from clowder_aimage.model.text.prompt_check import find_lost
+from clowder_aimage.model.text.template_file import find_templates
 from tests.text.chat_template import CHATML, GEMMA, LLAMA, MISTRAL, QWEN3
 from tests.text.published_template import (
     CALL,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from clowder_aimage.errors import ChatTemplateError, UsageError
-from clowder_aimage.model.text import chat_template
+from clowder_aimage.model.text import template_variant
 from clowder_aimage.model.text.language_model import TextRequest
 from tests.text.published_template import (
     CONTINUED,
@@ -28,7 +28,7 @@ MORE = {"llama-cpp-deepseek-r1": {3, 4}}
 
 @pytest.fixture(autouse=True)
 def _clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_template, "datetime", SimpleNamespace(now=lambda: NOW))
+    monkeypatch.setattr(template_variant, "datetime", SimpleNamespace(now=lambda: NOW))
 
 
 def render(name: str, messages: Any, tools: Any) -> str | None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from clowder_aimage.errors import ModelError
 from clowder_aimage.formats.model_tree import MAX_JSON
-from clowder_aimage.model.text.chat_template import parse_special_tokens
+from clowder_aimage.model.text.template_file import parse_special_tokens
 from clowder_aimage.model.text.tokenizer_file import TokenizerFiles
 from clowder_aimage.model.tokenizer_backend import TokenizerBackend
 from clowder_aimage.tensor.config_fields import ConfigFields, parse_object

@@ -12,12 +12,11 @@ from typing import Any
 
 from clowder_aimage.content.store import BlobFiles
 from clowder_aimage.dialect.aimage import AImage
-from clowder_aimage.errors import ModelError
-from clowder_aimage.model.text.chat_template import (
-    compile_template,
-    parse_special_tokens,
-    render_template,
-)
+from clowder_aimage.document.template import TemplateLimits
+from clowder_aimage.errors import ChatTemplateError, ModelError, UsageError
+from clowder_aimage.model.text.prompt_check import is_lost
+from clowder_aimage.model.text.template_file import parse_special_tokens
+from clowder_aimage.model.text.template_variant import TemplateVariant
 from clowder_aimage.model.text.tokenizer_file import TokenizerFiles
 from clowder_aimage.model.tokenizer_backend import TokenizerBackend
 
@@ -63,9 +62,9 @@ class Tokenizer:
         self._is_cut_before = side == "left"
         backend.truncate(MAX_TOKENS, side)
         self._backend = backend
-        self._special = parse_special_tokens(config)
-        self._pad = self._special.get("pad_token", _PAD)
-        self._template = compile_template(template)
+        special = parse_special_tokens(config)
+        self._pad = special.get("pad_token", _PAD)
+        self._template = TemplateVariant(template, special, TemplateLimits())
 
     @classmethod
     def load(cls, store: BlobFiles, aimage: AImage, *, is_thinking: bool = True) -> Tokenizer:
@@ -104,16 +103,24 @@ class Tokenizer:
         """Return the prompt in the model's chat template, with the generation prompt.
 
         Raises:
-            ModelError: The template fails. The message never quotes the prompt and may be logged.
+            ModelError: The template fails, or leaves out the prompt. The message never quotes the
+                prompt and may be logged.
         """
+        content = self._template.forms.find("user").convert(prompt)
         values = {
-            "messages": [{"role": "user", "content": prompt}],
+            "messages": [{"role": "user", "content": content}],
             "tools": None,
             "documents": None,
             "add_generation_prompt": True,
+            "enable_thinking": self._is_thinking,
         }
-        options = {"enable_thinking": self._is_thinking}
-        return render_template(self._template, {**values, **self._special, **options})
+        try:
+            text = self._template.render(values)
+        except UsageError:
+            raise ChatTemplateError("the chat template refuses the messages") from None
+        if is_lost(prompt, text):
+            raise ChatTemplateError("the chat template leaves out the prompt")
+        return text
 
     def encode(self, prompt: str) -> PromptTokens:
         """Return the tokens of the prompt in its template, 512 at most.

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from clowder_aimage.errors import ModelError
-from clowder_aimage.model.text.chat_template import parse_special_tokens
+from clowder_aimage.model.text.template_file import parse_special_tokens
 
 VOCABULARY, MERGES = "vocab.json", "merges.txt"
 _END = "<|endoftext|>"

@@ -1,51 +1,28 @@
-"""The chat template of a model: messages as the text of a prompt.
+"""The chat templates of a model: messages as the text of a prompt.
 
-Templates are parts of models and untrusted, so they are rendered in a sandbox, with the few names
-that transformers provides. Reference: transformers, ``apply_chat_template``.
+Reference: transformers, ``apply_chat_template``.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from datetime import datetime
 from functools import cached_property
 from typing import Any
 
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-
 from clowder_aimage.document.strict_json import read_json
-from clowder_aimage.document.template import RenderError, SandboxedTemplate, TemplateLimits
-from clowder_aimage.errors import ChatTemplateError, FormatError, UsageError
-from clowder_aimage.model.text.content_form import ContentForms
+from clowder_aimage.errors import FormatError, UsageError
 from clowder_aimage.model.text.language_model import GRAMMAR, TextNotice, TextRequest, require
-from clowder_aimage.model.text.prompt_check import find_lost
+from clowder_aimage.model.text.prompt_check import LEAST_SHARE, find_lost
+from clowder_aimage.model.text.template_file import DEFAULT, TOOL_USE
+from clowder_aimage.model.text.template_variant import TemplateVariant
 from clowder_aimage.model.text.thought_format import ThoughtFormat, find_format, has_thinking
 from clowder_aimage.model.text.tool_call_format import has_tools
-from clowder_aimage.tensor.config_fields import parse_object
 
-_ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
-_MAX_REFUSAL = 300  # characters
-# Long conversations render more text than the templates of other documents
-_LIMITS = TemplateLimits(text=4 << 20, size=512 << 20, seconds=2.0)
-# Those of questions whether it takes a form of messages
-_PROBE_LIMITS = TemplateLimits(steps=100_000, seconds=0.5)
-_TOOL_USE = "tool_use"
-_FILES = {
-    "default": "chat_template.jinja",
-    _TOOL_USE: f"additional_chat_templates/{_TOOL_USE}.jinja",
-}
-# Variables of templates that turn thinking on and off, and that say how much to think
-_SWITCHES = frozenset(("enable_thinking", "thinking"))
-_EFFORTS = frozenset(("reasoning_effort", "thinking_effort", "reasoning_strength"))
-_NO_EFFORT = ("none", "minimal")
 # The tag of transformers, which some templates know
 _TAG = "CONTINUE_FINAL_MESSAGE_TAG "
-_LEAST_SHARE = 0.5  # of a text that a prompt has
 _MAX_ARGUMENTS = 1 << 20  # bytes of a call
 
 
@@ -66,15 +43,12 @@ class ChatTemplate:
         added: Collection[str] = (),
         special: Collection[str] = (),
     ) -> None:
-        self._tokens, self._added = dict(tokens), added
+        self._added = added
         self._special = [token for token in special if token not in tokens.values()]
         self.source = "\n".join(sources.values())
-        default = sources["default"]
-        self._default = _Variant(compile_template(default, _LIMITS), self._tokens)
-        tools = sources.get(_TOOL_USE)
-        self._tools = self._default
-        if tools is not None:
-            self._tools = _Variant(compile_template(tools, _LIMITS), self._tokens)
+        self._default = TemplateVariant(sources[DEFAULT], tokens)
+        tools = sources.get(TOOL_USE)
+        self._tools = self._default if tools is None else TemplateVariant(tools, tokens)
         self._has_short_ids = "[TOOL_CALLS]" in self.source and "length != 9" in self.source
 
     @property
@@ -142,13 +116,13 @@ class ChatTemplate:
         )
         for number, share in find_lost(texts, prompt).items():
             field = f"messages[{number}] ({roles[number]})"
-            if share <= _LEAST_SHARE and number == asked:
+            if share <= LEAST_SHARE and number == asked:
                 raise UsageError(
                     f"the model's chat template leaves out the text of {field}, so that the model"
                     " cannot answer it",
                     field="messages",
                 )
-            part = "the text" if share <= _LEAST_SHARE else "a part of the text"
+            part = "the text" if share <= LEAST_SHARE else "a part of the text"
             warnings.append(f"the model's chat template leaves out {part} of {field}")
         return warnings
 
@@ -160,7 +134,9 @@ class ChatTemplate:
             return [self.format.cut_thoughts(text) for text in texts]
         return texts
 
-    def _build_message(self, message: Mapping[str, Any], variant: _Variant) -> dict[str, Any]:
+    def _build_message(
+        self, message: Mapping[str, Any], variant: TemplateVariant
+    ) -> dict[str, Any]:
         """Return a message as templates expect it: arguments are objects, and texts exist."""
         result = dict(message)
         form = variant.forms.find(str(result.get("role")))
@@ -200,68 +176,6 @@ class ChatTemplate:
         return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:9]
 
 
-class _Variant:
-    """One of the templates of a model, with the special tokens."""
-
-    def __init__(self, template: SandboxedTemplate, tokens: Mapping[str, str]) -> None:
-        self._template, self._tokens = template, tokens
-        self.forms = ContentForms(self.try_render)
-
-    def render(self, values: Mapping[str, Any]) -> str:
-        """Return the text of the template. Raises UsageError, ChatTemplateError."""
-        try:
-            return self._template.render({**values, **self._tokens})
-        except RenderError as error:
-            raise _build_refusal_error(error) or _build_render_error(error) from None
-
-    def try_render(self, messages: list[dict[str, Any]]) -> str | None:
-        """Return a prompt of these messages, None if the template fails."""
-        values = {"messages": messages, "tools": None, "documents": None}
-        opening = {"add_generation_prompt": True}
-        try:
-            return self._template.render({**values, **opening, **self._tokens}, _PROBE_LIMITS)
-        except RenderError:
-            return None
-
-    @property
-    def has_switch(self) -> bool:
-        """True if the template can turn thinking off."""
-        return bool(self._names & _SWITCHES)
-
-    @cached_property
-    def _names(self) -> frozenset[str]:
-        """The variables that the template reads."""
-        try:
-            return self._template.names
-        except RenderError:
-            return frozenset()
-
-    def choose_options(
-        self, request: TextRequest, has_thinking: bool
-    ) -> tuple[dict[str, Any], TextNotice]:
-        """Return the variables that a request sets, and remarks on those without an effect."""
-        names, ignored, warnings = self._names, [], []
-        switches, efforts = names & _SWITCHES, names & _EFFORTS
-        thinking = request.thinking
-        if thinking is None and request.effort is not None and switches:
-            thinking = request.effort not in _NO_EFFORT
-        if request.effort is not None and not efforts and not switches:
-            ignored.append("reasoning_effort")
-        options: dict[str, Any] = {}
-        if thinking is not None:
-            options |= dict.fromkeys(switches, thinking)
-            if has_thinking and not thinking and not switches and not efforts:
-                warnings.append("the model's chat template cannot turn thinking off")
-        if request.effort is not None:
-            options |= dict.fromkeys(efforts, request.effort)
-        for name, value in request.template_options.items():
-            if name in names:
-                options[name] = value
-            elif not (name in _SWITCHES and switches):
-                ignored.append(f"chat_template_kwargs.{name}")
-        return options, TextNotice(tuple(warnings), tuple(ignored))
-
-
 def _check_tools(request: TextRequest, prompt: str) -> list[str]:
     """Return a warning if a prompt has none of the tools of a request."""
     names = [str((tool.get("function") or {}).get("name")) for tool in request.tools]
@@ -292,99 +206,6 @@ def _cut_at_tag(prompt: str) -> str:
     return head if tail.startswith(" ") else head.rstrip()
 
 
-def find_templates(
-    config: Mapping[str, Any], read: Callable[[str], bytes | None]
-) -> dict[str, str]:
-    """Return the templates by name: those of files, else those in ``tokenizer_config.json``.
-
-    ``read`` returns a file of the tokenizer's folder, or None. The result can be empty.
-
-    Raises:
-        ChatTemplateError, ModelError: A file is malformed.
-    """
-    # The order of transformers: files have precedence over the configuration
-    files = {
-        name: _decode_text(path, data)
-        for name, path in _FILES.items()
-        if (data := read(path)) is not None
-    }
-    if "default" in files:
-        return files
-    return _add_default(_read_templates(config, read) | files)
-
-
-def _read_templates(
-    config: Mapping[str, Any], read: Callable[[str], bytes | None]
-) -> dict[str, str]:
-    """Return the templates in JSON files by name."""
-    sources = config.get("chat_template")
-    if sources is None and (data := read("chat_template.json")) is not None:
-        sources = parse_object("chat_template.json", data).get("chat_template")
-    if isinstance(sources, str):
-        return {"default": sources}
-    if isinstance(sources, list):
-        sources = {
-            source.get("name"): source.get("template")
-            for source in sources
-            if isinstance(source, dict)
-        }
-    if not isinstance(sources, dict):
-        return {}
-    # Other ones, such as "rag", need what no request has
-    return {
-        name: text for name, text in sources.items() if name in _FILES and isinstance(text, str)
-    }
-
-
-def _add_default(templates: dict[str, str]) -> dict[str, str]:
-    if templates and "default" not in templates:
-        return {**templates, "default": templates[_TOOL_USE]}
-    return templates
-
-
-def parse_special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the texts of the special tokens that a configuration names: ``bos_token`` and others.
-
-    A value is a text, or an object with the text as ``content``.
-    """
-    tokens = {}
-    for role in _ROLES:
-        value = config.get(f"{role}_token")
-        if isinstance(value, dict):
-            value = value.get("content")
-        if isinstance(value, str):
-            tokens[f"{role}_token"] = value
-    return tokens
-
-
-def compile_template(source: str, limits: TemplateLimits | None = None) -> SandboxedTemplate:
-    """Compile a chat template in the sandbox. Raises ChatTemplateError."""
-    try:
-        return SandboxedTemplate(
-            source,
-            limits=limits or TemplateLimits(),
-            names={"raise_exception": _refuse, "strftime_now": _strftime_now},
-            trim_blocks=True,
-            lstrip_blocks=True,
-            extensions=[_Generation, "jinja2.ext.loopcontrols"],
-        )
-    except RenderError as error:
-        raise ChatTemplateError(f"the chat template cannot be read: {error}") from None
-
-
-def render_template(template: SandboxedTemplate, values: Mapping[str, Any]) -> str:
-    """Return the text of a chat template.
-
-    Raises:
-        ChatTemplateError: The template fails. The error contains no values, so that it can be
-            logged.
-    """
-    try:
-        return template.render(values)
-    except RenderError as error:
-        raise _build_render_error(error) from None
-
-
 def require_template(template: ChatTemplate | None) -> ChatTemplate:
     """Return the template of a model. Raises UsageError if it has none."""
     if template is None:
@@ -412,51 +233,3 @@ def check_request(request: TextRequest, capabilities: frozenset[str]) -> None:
         )
     if request.alternatives is not None:
         require(capabilities, "logprobs", "logprobs")
-
-
-class _RefusalError(jinja2.TemplateError):
-    """A template refuses the messages."""
-
-
-class _Generation(jinja2.ext.Extension):
-    """``{% generation %}`` marks assistant output: here it is a scope of variables only."""
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return jinja2.nodes.Scope(body, lineno=line)
-
-
-def _build_render_error(error: RenderError) -> ChatTemplateError:
-    is_refusal = error.kind == _RefusalError.__name__
-    outcome = "refuses the messages" if is_refusal else f"failed: {error.summary}"
-    return ChatTemplateError(f"the chat template {outcome}")
-
-
-def _build_refusal_error(error: RenderError) -> UsageError | None:
-    """Return the error of a template that raised ``raise_exception``, else None."""
-    if error.kind != _RefusalError.__name__:
-        return None
-    reason = "".join(character if character.isprintable() else " " for character in str(error))
-    message = f"the model's chat template refuses the messages: {reason[:_MAX_REFUSAL]}"
-    return UsageError(message, field="messages")
-
-
-def _refuse(message: object = "") -> None:
-    raise _RefusalError(str(message)[: 4 * _MAX_REFUSAL])
-
-
-def _strftime_now(format: str) -> str:  # noqa: A002 - templates may name it
-    # Three digits are a width, with which glibc's strftime writes megabytes
-    if len(format) > 100 or re.search(r"\d\d\d", format):
-        raise ValueError("the format of the time is too large")
-    return datetime.now().strftime(format)
-
-
-def _decode_text(name: str, data: bytes) -> str:
-    try:
-        return data.decode()
-    except UnicodeDecodeError:
-        raise ChatTemplateError(f"{name} is not UTF-8") from None

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 # Groups of words of a text that are looked for, and words of a group
 _GROUPS, _WORDS = 64, 8
 _MAX_LOST = 8
+LEAST_SHARE = 0.5  # of a text that counts as written in part
 # Commands such as /no_think, which templates take out of the texts
 _COMMAND = re.compile(r"(?<!\S)/\w+")
 
@@ -37,6 +38,11 @@ def find_lost(texts: Iterable[tuple[int, str]], prompt: str) -> dict[int, float]
         if len(lost) == _MAX_LOST:
             break
     return lost
+
+
+def is_lost(text: str, prompt: str) -> bool:
+    """Return True if a prompt has at most half of a text."""
+    return find_lost([(0, text)], prompt).get(0, 1.0) <= LEAST_SHARE
 
 
 def _is_written(text: str, prompt: str) -> bool:

@@ -20,6 +20,7 @@ from clowder_aimage.model.text.embedding_recipe import Read, read_recipe
 from clowder_aimage.model.text.encoder_config import has_words, is_encoder, read_encoder
 from clowder_aimage.model.text.language_model import CHAT, COMPLETION, EMBEDDING, THINKING, TOOLS
 from clowder_aimage.model.text.runtime import find_runtime
+from clowder_aimage.model.text.template_file import find_templates
 from clowder_aimage.model.text.thought_format import has_thinking
 from clowder_aimage.model.text.tool_call_format import has_tools
 from clowder_aimage.oci import Digest, mediatype
@@ -197,11 +198,8 @@ def _read_file(store: ImageLayout, aimage: AImage, name: str) -> bytes | None:
 
 def _read_templates(store: ImageLayout, aimage: AImage) -> dict[str, str]:
     """Return the templates in files by name; without jinja2 nothing can be rendered."""
-    try:
-        from clowder_aimage.model.text.chat_template import find_templates
-    except ModuleNotFoundError:
+    if not _can_render():
         return {}
-
     read = partial(_read_file, store, aimage)
     config = parse_object(_CONFIG, data) if (data := read(_CONFIG)) else {}
     return find_templates(config, read)

@@ -17,7 +17,7 @@ from clowder_aimage.model.text.bpe_file import (
     find_class,
     list_special_tokens,
 )
-from clowder_aimage.model.text.chat_template import find_templates, parse_special_tokens
+from clowder_aimage.model.text.template_file import find_templates, parse_special_tokens
 from clowder_aimage.model.tokenizer_backend import TokenizerBackend
 from clowder_aimage.model.weights import find, find_object
 from clowder_aimage.tensor.config_fields import parse_object
