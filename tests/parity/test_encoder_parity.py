@@ -11,16 +11,25 @@ import pytest
 from clowder_aimage.model.text.language_model import EmbeddingRequest
 from tests.parity.encoder_vectors import FILE, compute_means
 from tests.text.mlx_models import load
-from tests.text.tiny_encoder import KINDS, TEXTS, write_encoder, write_json
+from tests.text.tiny_encoder import (
+    KINDS,
+    TEXTS,
+    WIDTH,
+    write_dense,
+    write_encoder,
+    write_json,
+    write_modules,
+)
 
 pytestmark = pytest.mark.integration
 torch = pytest.importorskip("torch")
+safetensors_torch = pytest.importorskip("safetensors.torch")
 # Of the cosine
 MOST = 1e-5
 
 
-def embed_by_torch(directory: Path) -> Any:
-    """Return the mean of the last states of each text, cut at 40 tokens, of unit length."""
+def pool_by_torch(directory: Path) -> Any:
+    """Return the mean of the last states of each text, cut at 40 tokens."""
     import transformers
 
     network = transformers.AutoModel.from_pretrained(directory, dtype=torch.float32).eval()
@@ -29,7 +38,7 @@ def embed_by_torch(directory: Path) -> Any:
     with torch.no_grad():
         states = network(**inputs).last_hidden_state
     mask = inputs["attention_mask"][..., None].float()
-    return torch.nn.functional.normalize((states * mask).sum(1) / mask.sum(1), dim=-1)
+    return (states * mask).sum(1) / mask.sum(1)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -47,6 +56,32 @@ def test_case_and_accents_of_word_piece(tmp_path: Path, fields: dict[str, Any]) 
     compare(directory, context=40)
 
 
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("activation.Tanh", {}),
+        ("activation.GELU", {}),
+        ("activation.SiLU", {}),
+        ("activation.Sigmoid", {"use_residual": True}),
+        ("linear.Identity", {"bias": False}),
+    ],
+)
+def test_dense_layers(tmp_path: Path, name: str, options: dict[str, Any]) -> None:
+    directory = write_encoder(tmp_path / "model")
+    write_modules(directory, "mean", "Dense", "Normalize")
+    write_dense(directory / "2_Dense", WIDTH, 10, name, **options)
+    weights = safetensors_torch.load_file(directory / "2_Dense/model.safetensors")
+    activation = getattr(torch.nn, name.rpartition(".")[2])()
+
+    def apply(x: Any) -> Any:
+        linear = torch.nn.functional.linear
+        result = activation(linear(x, weights["linear.weight"], weights.get("linear.bias")))
+        is_residual = "residual.weight" in weights
+        return result + linear(x, weights["residual.weight"]) if is_residual else result
+
+    compare(directory, apply)
+
+
 @pytest.mark.parametrize("kind", ["bert", "mpnet", "distilbert"])
 def test_words_of_a_vocabulary(tmp_path: Path, kind: str) -> None:
     directory = write_encoder(tmp_path / "model", kind)
@@ -56,8 +91,8 @@ def test_words_of_a_vocabulary(tmp_path: Path, kind: str) -> None:
     compare(directory)
 
 
-def compare(directory: Path, **options: Any) -> None:
-    theirs = embed_by_torch(directory)
+def compare(directory: Path, after: Any = lambda x: x, **options: Any) -> None:
+    theirs = torch.nn.functional.normalize(after(pool_by_torch(directory)), dim=-1)
     found = load(directory, **options).embed(EmbeddingRequest(TEXTS))
     cosines = (theirs * torch.tensor(found.vectors, dtype=torch.float32)).sum(1)
     assert cosines.min() > 1 - MOST, cosines

@@ -35,6 +35,7 @@ from tests.text.tiny_encoder import (
     WIDTH,
     make_config,
     make_weights,
+    write_dense,
     write_encoder,
     write_json,
     write_modules,
@@ -272,6 +273,23 @@ def test_joined_modes_dense_layers_and_fewer_dimensions() -> None:
             replace(recipe, modes=("cls",)), (DenseModule(layer, weight, bias, None),)
         )
         narrow.pool(STATES)
+
+
+def test_dense_layers_of_a_directory(copied: Path, model: Any) -> None:
+    write_modules(copied, "mean", "Dense", "Normalize")
+    write_dense(copied / "2_Dense", WIDTH, 10, use_residual=True)
+    assert embed(load(copied), "the red ball").shape == (1, 10)
+    write_dense(copied / "2_Dense", WIDTH, 10, "linear.Identity", bias=False)
+    weights = load_file(copied / "2_Dense/model.safetensors")
+    expected = weights["linear.weight"] @ embed(model, "the red ball")[0]
+    found = embed(load(copied), "the red ball")[0]
+    assert found @ expected / np.linalg.norm(expected) > 1 - 1e-6
+    write_dense(copied / "2_Dense", WIDTH + 1, 10)
+    with pytest.raises(ModelError, match="in_features is 25, the vectors have 24"):
+        embed(load(copied), "the red ball")
+    save_file({"linear.weight": weights["linear.weight"]}, copied / "2_Dense/model.safetensors")
+    with pytest.raises(ModelError, match="2_Dense: the configuration requires"):
+        load(copied)
 
 
 def test_the_recipe_of_a_directory() -> None:
