@@ -58,6 +58,13 @@ def list_rope_settings(
     }
 
 
+def find_rope_kind(settings: Mapping[str, Any]) -> str:
+    """Return the kind of scaling of a layer; empty if it is unknown."""
+    kind = settings.get("rope_type", settings.get("type", "default"))
+    kind = _KINDS.get(kind, kind) if isinstance(kind, str) else ""
+    return kind if kind in _PARSERS else ""
+
+
 def _find(config: Mapping[str, Any], keys: tuple[str, ...], default: Any = None) -> Any:
     return next((config[key] for key in keys if config.get(key) is not None), default)
 
@@ -95,12 +102,10 @@ class RopeConfig:
         """
         fields = ConfigFields(name, settings)
         theta = fields.get_number("rope_theta", minimum=MIN_THETA)
-        kind = fields.get_text("rope_type", fields.get_text("type", "default"))
-        kind = _KINDS.get(kind, kind)
         dim = int(head * fields.get_number("partial_rotary_factor", 1.0, minimum=0.0, maximum=1.0))
         if dim < 2 or dim % 2:
             raise fields.refuse("partial_rotary_factor", f"rotates {dim} of {head} channels")
-        if kind not in _PARSERS:
+        if not (kind := find_rope_kind(settings)):
             raise fields.refuse(
                 "rope_type" if "rope_type" in settings else "type",
                 f"only {', '.join(_PARSERS)} are supported",

@@ -12,7 +12,9 @@ import pytest
 from clowder_aimage.errors import ModelError
 from clowder_aimage.model.mlxlm.library import import_library_module, make_network
 from clowder_aimage.model.mlxlm.model import _measure_token_size
+from clowder_aimage.model.mlxlm.network_config import translate_config
 from clowder_aimage.model.mlxlm.network_kind import PROMISED
+from clowder_aimage.model.mlxlm.network_rope import NetworkRope
 from clowder_aimage.model.mlxlm.rotary import Rotary
 from clowder_aimage.model.rope_config import RopeConfig
 from tests.text.network_sizes import BASE, ROPES, SIZES, list_ropes, make_five, make_four
@@ -145,6 +147,29 @@ def test_a_network_that_fails_with_its_configuration_is_refused() -> None:
     network = make_network({**make_five("gemma3_text"), "num_hidden_layers": 2}).network
     with pytest.raises(ModelError, match=r"does not run with config\.json: IndexError"):
         _measure_token_size(network)
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"rope_type": "proportional", "partial_rotary_factor": 0.25},
+        {"rope_type": "deepseek_yarn", "factor": 2.0},
+        {"full_attention": {"rope_theta": 5.0, "rope_type": "proportional"}},
+        [5.0, 6.0, 7.0],
+        # Of layers that the network does not have
+        {"full_attention": {"rope_theta": BASE}, "sliding_attention": {"rope_theta": 5.0}},
+    ],
+)
+def test_settings_that_are_unknown_here_are_left_to_other_networks(parameters: Any) -> None:
+    types = {"layer_types": ["full_attention"] * 3, "rope_parameters": parameters}
+    theta = {"rope_theta": parameters} if isinstance(parameters, list) else types
+    NetworkRope({**OTHER, **theta}, None).apply(make_network(OTHER).network)
+
+
+def test_a_network_that_reads_the_new_form_only_gets_it_of_the_old_one() -> None:
+    old = {**OTHER, "model_type": "ministral3", "rope_theta": 7.0, "rope_scaling": {"type": "yarn"}}
+    translated = translate_config(old, {"rope_parameters"})
+    assert translated["rope_parameters"] == {"rope_theta": 7.0, "type": "yarn", "rope_type": "yarn"}
 
 
 def test_the_documentation_lists_the_promised_networks() -> None:

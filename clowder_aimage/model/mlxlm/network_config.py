@@ -134,7 +134,8 @@ def _translate_rope(config: Mapping[str, Any], kind: NetworkKind | None) -> dict
     }
     if kind is not None:
         forms["rope_scaling"] = {"factor": 1.0, **scaling} if kind.has_scaling else None
-    if (share := main.get("partial_rotary_factor")) is not None:
+    # Beside settings of layers it would count for all of them
+    if (share := settings.get(ALL, {}).get("partial_rotary_factor")) is not None:
         forms |= {"partial_rotary_factor": share, "rotary_pct": share}
     if (local := settings.get(SLIDING)) is not None:
         forms["rope_local_base_freq"] = local["rope_theta"]

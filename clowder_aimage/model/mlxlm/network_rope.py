@@ -14,7 +14,13 @@ from typing import Any
 from clowder_aimage.errors import ModelError
 from clowder_aimage.model.mlxlm.network_config import divide_heads, find_kind, get_text_config
 from clowder_aimage.model.mlxlm.rotary import Rotary, ScaledRope
-from clowder_aimage.model.rope_config import ALL, FULL, RopeConfig, list_rope_settings
+from clowder_aimage.model.rope_config import (
+    ALL,
+    FULL,
+    RopeConfig,
+    find_rope_kind,
+    list_rope_settings,
+)
 
 _LAYER = re.compile(r"(?:^|\.)layers\.([0-9]+)\.")
 _NAME = "rope_parameters of config.json"
@@ -39,21 +45,24 @@ class NetworkRope:
         Raises:
             ModelError: A setting is unknown, invalid, or ignored by the network.
         """
+        # A base for each layer is a setting of few networks, which read it
+        if not self._is_promised and isinstance(self._text.get("rope_theta"), list):
+            return None
         parents = dict(network.named_modules())
         found = {path: Rotary.read(module) for path, module in parents.items()}
         modules = {path: rotary for path, rotary in found.items() if rotary is not None}
         if not self._is_promised:
             self._check(list(modules.values()))
-        limits = [
-            self._fit(parents, path, rotary)
-            for path, rotary in modules.items()
-            if self._is_promised or not rotary.is_plain
-        ]
+            modules = {path: rotary for path, rotary in modules.items() if not rotary.is_plain}
+        limits = [self._fit(parents, path, rotary) for path, rotary in modules.items()]
         return min((limit for limit in limits if limit is not None), default=None)
 
     def _fit(self, parents: Mapping[str, Any], path: str, rotary: Rotary) -> int | None:
         """Replace the module at a path if its positions are other ones; return their limit."""
-        rope = self._parse(self._find_layer(path), rotary)
+        settings = self._settings[self._find_layer(path)]
+        if not (self._is_promised or find_rope_kind(settings)):
+            return None
+        rope = self._parse(settings, rotary)
         is_long = self._context > rope.original_length
         frequencies = rope.compute_frequencies(is_long=is_long)
         if not rotary.is_close(frequencies, rope.attention_factor):
@@ -64,27 +73,39 @@ class NetworkRope:
 
     def _check(self, modules: Collection[Rotary]) -> None:
         """Refuse settings that no module of a network has."""
-        for layer, settings in self._settings.items() if modules else ():
-            ropes = [self._parse(layer, rotary) for rotary in modules]
-            if ropes[0].kind != "default":
-                is_read = not all(rotary.is_plain for rotary in modules)
-            else:
-                is_read = any(
+        sizes = {2 * len(rotary.frequencies) for rotary in modules}
+        types = self._text.get("layer_types") or self._settings
+        used = [settings for layer, settings in self._settings.items() if layer in types]
+        for settings in (used or self._settings.values()) if modules else ():
+            kind, head = find_rope_kind(settings), self._find_head()
+            share = settings.get("partial_rotary_factor") if kind else None
+            is_read = share in (None, 1) or head is None or int(head * share) in sizes
+            if kind == "default":
+                ropes = [self._parse(settings, rotary) for rotary in modules]
+                is_read &= any(
                     rotary.is_close(rope.compute_frequencies(), 1.0)
                     for rope, rotary in zip(ropes, modules, strict=True)
                 )
+            elif kind:
+                is_read &= not all(rotary.is_plain for rotary in modules)
             if not is_read:
                 raise ModelError(
                     f"config.json: the rope_parameters {json.dumps(settings):.200} are not "
                     "supported: the network of mlx-lm ignores them"
                 )
 
-    def _parse(self, layer: str, rotary: Rotary) -> RopeConfig:
-        """Return the settings of a type of layer, for the channels of a head."""
-        text, length = self._text, self._text.get("max_position_embeddings")
-        settings, dims = self._settings[layer], 2 * len(rotary.frequencies)
-        head = text.get("qk_rope_head_dim") or text.get("head_dim") or divide_heads(text) or dims
+    def _parse(self, settings: Mapping[str, Any], rotary: Rotary) -> RopeConfig:
+        """Return the settings of a layer; a network that is not promised chooses the channels."""
+        length, dims = self._text.get("max_position_embeddings"), 2 * len(rotary.frequencies)
+        if not self._is_promised:
+            settings, head = {**settings, "partial_rotary_factor": None}, dims
+        else:
+            head = self._text.get("qk_rope_head_dim") or self._find_head() or dims
         return RopeConfig.parse(_NAME, settings, head, length if type(length) is int else 2048)
+
+    def _find_head(self) -> int | None:
+        """Return the channels of a head, if the configuration says so."""
+        return self._text.get("head_dim") or divide_heads(self._text)
 
     def _find_layer(self, path: str) -> str:
         """Return the type of a layer."""
