@@ -286,12 +286,12 @@ def _open(
     layout: ImageLayout, lease: Lease, connect: Callable[[], ClientOptions], reference: Reference
 ) -> StoredAImage:
     """Return an adapter; pull it if the store lacks it. Raises as ``pull``."""
-    from clowder_aimage.layout.completeness import open_valid
+    from clowder_aimage.model.runnable import open_runnable
     from clowder_aimage.pull import pull
 
     try:
-        return open_valid(layout, reference, lease)
+        return open_runnable(layout, reference, lease)
     except NotFoundError:
         if connect().expand(reference).registry is None:
             raise
-    return open_valid(layout, pull(reference, layout, connect()).name, lease)
+    return open_runnable(layout, pull(reference, layout, connect()).name, lease)

@@ -21,6 +21,7 @@ from clowder_aimage.content.fetch import check_space
 from clowder_aimage.content.platform import ANY, ManifestSelector, select
 from clowder_aimage.content.telemetry import start_span
 from clowder_aimage.dialect import AImage, Layer, detect
+from clowder_aimage.dialect.packing import is_known_late
 from clowder_aimage.dialect.selection import LayerSelection
 from clowder_aimage.errors import AImageError, FormatError, UsageError
 from clowder_aimage.layout.stored_aimage import (
@@ -200,7 +201,7 @@ def _read_early(
         return source, None
     layers = zip(stored.manifest.layers, stored.aimage.layers, strict=True)
     is_packed = any(blob.digest != layer.descriptor.digest for blob, layer in layers)
-    return overlay, None if is_packed else stored
+    return overlay, None if is_packed or is_known_late(stored.aimage) else stored
 
 
 def _order_of_use(aimage: AImage, components: Sequence[str]) -> list[Digest]:

@@ -17,6 +17,7 @@ from clowder_aimage.errors import FormatError, NotFoundError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.digest_scan import LARGEST, DigestScanner, iter_blobs
 from clowder_aimage.layout.lock import check_own, translate_store_errors
+from clowder_aimage.layout.unpacking import list_unpacked
 from clowder_aimage.oci import Descriptor, Digest, Manifest
 
 # st_blocks counts units of this many bytes (stat(2)).
@@ -149,7 +150,7 @@ class _NeededBlobs:
 
     def __init__(self, layout: ImageLayout, sizes: dict[str, int]) -> None:
         self._layout, self._sizes = layout, sizes
-        self._scanner = DigestScanner()
+        self._scanner = DigestScanner(list_unpacked(layout.root))
 
     def of(self, descriptor: Descriptor) -> tuple[tuple[str, ...], dict[str, int]]:
         """Return the needed blobs that are stored, and the sizes of those that are missing."""

@@ -19,6 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 from clowder_aimage.api.model_details import ModelDetails, build_details
 from clowder_aimage.api.model_kind import EMBEDDER, PICTURES, TEXT, classify_model
 from clowder_aimage.dialect import AImage
+from clowder_aimage.dialect.packing import is_known_late
 from clowder_aimage.engine.model_fetch import read_model
 from clowder_aimage.errors import AImageError, is_passing
 from clowder_aimage.generation.request import MODEL_DEFAULTS, GenerateRequest
@@ -110,7 +111,8 @@ def _derive(store: ImageLayout, descriptor: Descriptor) -> tuple[ModelDescriptio
         is_text = classify_model(aimage) in (TEXT, EMBEDDER)
         text = read_text_facts(store, descriptor.digest, aimage) if is_text else None
         ability = find_ability(store, descriptor.digest, aimage)
-        return _describe(aimage, ability, text), text is None or text.is_final
+        is_final = not is_known_late(aimage) and (text is None or text.is_final)
+        return _describe(aimage, ability, text), is_final
     # A list must show the other models, whatever is wrong with one
     except Exception as error:
         if not isinstance(error, AImageError | OSError):

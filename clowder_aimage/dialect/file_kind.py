@@ -14,8 +14,9 @@ from clowder_aimage.dialect.vendor import FORMATS
 from clowder_aimage.oci import mediatype
 
 WEIGHT, CONFIG, DOC, CODE, DATASET = "weight", "weight.config", "doc", "code", "dataset"
-# A larger file of an unknown kind has weights: configuration is text. In bytes, as in modctl.
-LARGE = 128 * 1024 * 1024
+# Bytes: a larger file of an unknown kind has weights, since configuration is text. modctl takes
+# 128 MiB, and names smaller weights of unknown libraries code.
+LARGE = 1024 * 1024
 
 _WEIGHT_TYPES = {
     *FORMATS,
@@ -40,6 +41,8 @@ _PATTERNS = (
     (WEIGHT, ("*.h5", "*.hdf", "*.hdf5", "*.keras", "*.tflite", "*.pb", "*.data-?????-of-?????")),
     (WEIGHT, ("variables.index", "*.ckpt*.index", "*.ckpt*.meta", "*.msgpack", "*.ot")),
     (WEIGHT, ("*.npy", "*.npz", "*.engine", "*.plan", "*.trt", "*.mlmodel", "*.weights")),
+    (WEIGHT, ("*.ftz", "*.th", "*.pth.tar", "*.mnn", "*.dlc", "*.wts", "*.dduf", "*.safetensors*")),
+    (WEIGHT, ("*.gguf*", "*.params", "*.weights*")),
     (WEIGHT, ("*.pdparams", "*.pdiparams", "*.nemo", "*.caffemodel", "*.tensors", "*.tensor")),
 )
 

@@ -180,7 +180,7 @@ class Engine:
         root = await run_generation(self.store.resolve, reference)
         if (loaded := self._scheduler.find_loaded(root.digest)) is not None:
             return loaded
-        return await run_generation(read_model, self.store, root)
+        return await run_generation(partial(read_model, unpacks=True), self.store, root)
 
     async def _stream(self, request: QueuedRequest) -> AsyncGenerator[Event, None]:
         """Yield the events of a request. A separate task serves it until the generator is closed.

@@ -24,8 +24,8 @@ from clowder_aimage.config.user_directory import use_store_settings
 from clowder_aimage.engine import frame, machine
 from clowder_aimage.errors import AImageError
 from clowder_aimage.importer import PackedModel, Recipe
-from clowder_aimage.layout.completeness import open_valid
 from clowder_aimage.layout.layered_store import LayeredStore
+from clowder_aimage.model.runnable import open_runnable
 from clowder_aimage.oci import Reference
 
 # Seconds between two reports
@@ -145,7 +145,7 @@ def _fuse(
 
     directory = Path(command["lora_dir"]) if command["lora_dir"] else None
     with store.lease() as lease:
-        finder = AdapterFinder(store, partial(open_valid, store, lease=lease), directory)
+        finder = AdapterFinder(store, partial(open_runnable, store, lease=lease), directory)
         requested = [LoraUse(**use) for use in command["loras"]]
         uses = [
             (adapter := finder.find(use), adapter.resolve_strength(use.strength))

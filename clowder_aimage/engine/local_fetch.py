@@ -16,12 +16,15 @@ from clowder_aimage.content.copy_option import CopyEvent, ignore
 from clowder_aimage.content.store import BlobFiles
 from clowder_aimage.content.telemetry import bind_context
 from clowder_aimage.dialect import AImage
+from clowder_aimage.dialect.packing import has_packed_layers
 from clowder_aimage.errors import AImageError, ModelError, NotFoundError
 from clowder_aimage.formats.diffusers import MAIN_PIPELINES
-from clowder_aimage.layout.completeness import IncompleteError, lease_aimage, open_valid
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.layout.completeness import IncompleteError, lease_aimage
 from clowder_aimage.layout.stored_aimage import StoredAImage, interpret, read_aimage
 from clowder_aimage.model.adapter_source import is_adapter, is_controlnet
 from clowder_aimage.model.pipeline import COMPONENTS
+from clowder_aimage.model.runnable import describe, open_runnable
 from clowder_aimage.model.text.runtime import find_runtime
 from clowder_aimage.oci import Descriptor, Manifest, Reference
 
@@ -111,7 +114,7 @@ class BackgroundPull:
 
 @contextmanager
 def fetch(
-    store: ContentStore,
+    store: ImageLayout,
     reference: Reference,
     connect: Callable[[], ClientOptions],
     lease: Lease,
@@ -137,15 +140,18 @@ def fetch(
     except NotFoundError:
         pass
     else:
-        check(reference, existing.aimage)
+        # What is packed is known once it is unpacked
+        if not has_packed_layers(existing.aimage):
+            check(reference, describe(store, existing).aimage)
     try:
-        fetched = FetchedAImage(open_valid(store, reference, lease), store)
+        fetched = FetchedAImage(open_runnable(store, reference, lease), store)
     except NotFoundError as missing:
         connection = connect()
         if connection.expand(reference).registry is None:
             raise
         work = partial(_pull, store, reference, connection, missing)
     else:
+        check(reference, fetched.stored.aimage)
         yield fetched
         return
     # Imported here, as the import takes 70 ms and models are usually in the store
@@ -155,7 +161,9 @@ def fetch(
         stored = pulling.arriving.result()
         if stored is None:
             name = resolve_stored_name(reference, pulling.result.result())
-            yield FetchedAImage(open_valid(store, name, lease), store)
+            stored = open_runnable(store, name, lease)
+            check(reference, stored.aimage)
+            yield FetchedAImage(stored, store)
             return
         check(reference, stored.aimage)
         stored.aimage.validate()
@@ -214,10 +222,11 @@ def check_pipeline(reference: Reference, aimage: AImage) -> None:
     if not kind and not any(layer.name.endswith(".tar") for layer in aimage.layers):
         # The loader reports missing files
         return
+    is_files = kind in (None, "files")
     reason = f"has the format {str(kind)[:60]!r}" if kind else "is packed as tar files"
     raise ModelError(
         f"{reference} {reason}, which cannot be run",
-        remedy="export_files" if kind else "export_to_pack",
+        remedy="export_to_pack" if is_files else "export_files",
         reference=reference,
     )
 

@@ -10,6 +10,7 @@ from functools import partial
 
 import tenacity
 
+from clowder_aimage.dialect.packing import has_packed_layers
 from clowder_aimage.engine.backoff import compute_backoff
 from clowder_aimage.engine.event import PullingEvent
 from clowder_aimage.engine.executor import run_io
@@ -18,6 +19,7 @@ from clowder_aimage.errors import AImageError, NotFoundError, VerificationError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.completeness import check_stored, describe_missing, suggest_completion
 from clowder_aimage.layout.stored_aimage import StoredAImage, read_stored
+from clowder_aimage.model.runnable import describe, prepare
 from clowder_aimage.oci import Descriptor, Reference
 
 # Seconds between two attempts to fetch a model
@@ -47,7 +49,8 @@ def find(store: ImageLayout, reference: Reference) -> StoredAImage:
         missing = "its manifest or config"
     else:
         if completeness.is_complete:
-            return stored
+            with store.lease(root.digest) as lease:
+                return prepare(store, stored, lease)
         missing = describe_missing(stored, completeness)
     raise NotFoundError(
         f"model {reference} is incomplete or damaged: the store lacks {missing}",
@@ -55,12 +58,17 @@ def find(store: ImageLayout, reference: Reference) -> StoredAImage:
     )
 
 
-def read_model(store: ImageLayout, root: Descriptor) -> StoredAImage:
+def read_model(store: ImageLayout, root: Descriptor, *, unpacks: bool = False) -> StoredAImage:
     """Return an AImage with its config validated; its blobs may be missing.
 
-    Raises NotFoundError, ContentError.
+    unpacks: it is unpacked now, if it is packed and complete. Raises NotFoundError, ContentError.
     """
     stored = read_stored(store, root)
+    if unpacks and has_packed_layers(stored.aimage) and check_stored(store, stored).is_complete:
+        with store.lease(root.digest) as lease:
+            stored = prepare(store, stored, lease)
+    else:
+        stored = describe(store, stored)
     stored.aimage.validate()
     return stored
 

@@ -24,12 +24,12 @@ from typing import Any, BinaryIO
 from clowder_aimage.engine import frame, local_fetch, machine
 from clowder_aimage.engine.frame_writer import FrameWriter
 from clowder_aimage.errors import AImageError, ModelError, StuckError, UsageError
-from clowder_aimage.layout.completeness import open_valid
 from clowder_aimage.layout.layered_store import LayeredStore
 from clowder_aimage.layout.stored_aimage import StoredAImage
 from clowder_aimage.model.library_choice import parse_library_options
 from clowder_aimage.model.process_memory import read_resident_memory
 from clowder_aimage.model.refusal import refuse_unrunnable
+from clowder_aimage.model.runnable import open_runnable
 from clowder_aimage.model.text.language_model import (
     EmbeddingRequest,
     Embeddings,
@@ -170,7 +170,7 @@ class ModelProcess:
         with self._reporting():
             if "document" not in command:
                 reference = Reference.parse(command["reference"])
-                stored = open_valid(store, reference, lease)
+                stored = open_runnable(store, reference, lease)
                 if find_runtime(stored.aimage) is not None:
                     self._load_text(store, stored, command)
                 else:
@@ -223,7 +223,7 @@ class ModelProcess:
 
         store = LayeredStore([Path(root) for root in command["roots"]])
         lease, lora_dir = self._leases.enter_context(store.lease()), command.get("lora_dir")
-        find = partial(open_valid, store, lease=lease)
+        find = partial(open_runnable, store, lease=lease)
         return AdapterFinder(store, find, Path(lora_dir) if lora_dir else None)
 
     def _is_over(self) -> bool:

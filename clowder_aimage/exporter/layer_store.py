@@ -15,7 +15,7 @@ from clowder_aimage.content.store import Reader
 from clowder_aimage.dialect import Layer
 from clowder_aimage.dialect.ollama import CARRIED_CONFIG
 from clowder_aimage.layout.stored_aimage import StoredAImage
-from clowder_aimage.oci import Descriptor, mediatype
+from clowder_aimage.oci import Descriptor
 
 
 class LayerStore:
@@ -58,31 +58,6 @@ class LayerStore:
         return content.digest not in self._blobs
 
 
-_TAR, _RAW = ".tar", ".raw"
-# Media types of whole files (docs/format.md, Media types): adapters and models.
-_FILES = frozenset(
-    {
-        mediatype.AIMAGE_SAFETENSORS,
-        mediatype.AIMAGE_FILE,
-        mediatype.AIMAGE_HEADER,
-        mediatype.AIMAGE_GGUF,
-        mediatype.AIMAGE_ONNX,
-        mediatype.AIMAGE_TORCHSCRIPT,
-        mediatype.AIMAGE_SAVEDMODEL,
-        mediatype.AIMAGE_TRANSFORMERS,
-        mediatype.AIMAGE_LORA,
-    }
-)
-# Media types of tars and raw files of ModelPack (and before the CNCF), KitOps and Docker Model
-# Runner; the dialects of those names cite the specifications.
-_NEIGHBOURS = (
-    "application/vnd.cncf.model.",
-    "application/vnd.cnai.model.",
-    "application/vnd.kitops.modelkit.",
-    "application/vnd.docker.ai.",
-)
-
-
 def is_ours(stored: StoredAImage) -> bool:
     """Return True if this project packed the AImage, by its config."""
     if stored.dialect.name == "modelpack":
@@ -93,22 +68,3 @@ def is_ours(stored: StoredAImage) -> bool:
 def is_gathered(layer: Layer) -> bool:
     """Return True for a tensor or a group of experts, False for a whole file."""
     return layer.is_tensor and not layer.name.endswith(".safetensors")
-
-
-def is_tar(layer: Layer) -> bool:
-    """Return True for a tar of another packaging tool."""
-    plain, _ = mediatype.split_compression(layer.descriptor.media_type)
-    return plain.startswith(_NEIGHBOURS) and plain.endswith(_TAR)
-
-
-def is_packed(layer: Layer) -> bool:
-    """Return True for a file compressed at packing.
-
-    It is a file of this project, a raw file, or a file with its uncompressed digest in the
-    manifest.
-    """
-    plain, compression = mediatype.split_compression(layer.descriptor.media_type)
-    if not compression or is_tar(layer):
-        return False
-    is_raw = plain.startswith(_NEIGHBOURS) and plain.endswith(_RAW)
-    return layer.content is not None or plain in _FILES or is_raw

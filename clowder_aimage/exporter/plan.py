@@ -9,11 +9,12 @@ from typing import Any
 
 from clowder_aimage.content.store import BlobFiles
 from clowder_aimage.dialect import AImage, Layer
+from clowder_aimage.dialect.packing import is_packed, is_tar
 from clowder_aimage.document.strict_json import MAX_DOCUMENT_SIZE
 from clowder_aimage.errors import FormatError
 from clowder_aimage.exporter.component_config import merge_quantization
 from clowder_aimage.exporter.file_name import FileNames
-from clowder_aimage.exporter.layer_store import LayerStore, is_gathered, is_packed, is_tar
+from clowder_aimage.exporter.layer_store import LayerStore, is_gathered
 from clowder_aimage.formats.family_model import EXTRA, SOURCE
 from clowder_aimage.formats.model_tree import CARD, build_card, naming
 from clowder_aimage.formats.stored_weights import group_weights, read_stored

@@ -98,14 +98,6 @@ def open_complete(store: ContentStore, reference: Reference, lease: Lease) -> St
     return stored
 
 
-def open_valid(store: ContentStore, reference: Reference, lease: Lease) -> StoredAImage:
-    """Return the AImage as ``open_complete``, if its config is valid, and record its use."""
-    stored = open_complete(store, reference, lease)
-    stored.aimage.validate()
-    store.use(stored.descriptor)
-    return stored
-
-
 def lease_aimage(stored: StoredAImage, lease: Lease) -> None:
     """Lease an AImage with all its blobs."""
     lease.add(

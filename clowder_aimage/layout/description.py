@@ -20,8 +20,10 @@ from clowder_aimage.layout.metadata import write_shared
 from clowder_aimage.oci import Digest, read_json
 
 LISTING, MODEL = "listing", "described"
+# Of the manifests of unpacked files
+UNPACKED = "unpacked"
 # Those that garbage collection removes with their manifests
-KINDS = (LISTING, MODEL)
+KINDS = (LISTING, MODEL, UNPACKED)
 # Bytes of a file
 _MAX_SIZE = 64 * 1024
 

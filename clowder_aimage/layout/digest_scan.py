@@ -10,7 +10,7 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,14 +36,21 @@ class ScannedDocument:
 
 
 class DigestScanner:
-    """A cache of scanned documents. Equal digests share one string, to save memory."""
+    """A cache of scanned documents. Equal digests share one string, to save memory.
 
-    def __init__(self) -> None:
+    ``unpacked``: by the digest of a manifest, that of the manifest of its unpacked files.
+    """
+
+    def __init__(self, unpacked: Mapping[str, str] | None = None) -> None:
+        self._unpacked = unpacked or {}
         self._documents: dict[str, ScannedDocument] = {}
         self._interned: dict[bytes, str] = {}
 
     def walk(self, root: str, read: Read) -> Iterator[tuple[str, ScannedDocument | None]]:
-        """Yield a document and all below it, each once; None for one that ``read`` lacks."""
+        """Yield a document and all below it, each once; None for one that ``read`` lacks.
+
+        The manifest of unpacked files is below that of the packed ones.
+        """
         pending, visited = [root], set()
         while pending:
             digest = pending.pop()
@@ -52,6 +59,7 @@ class DigestScanner:
                 document = self.scan(digest, read)
                 yield digest, document
                 pending += document.documents if document else ()
+                pending += [self._unpacked[digest]] if digest in self._unpacked else []
 
     def scan(self, digest: str, read: Read) -> ScannedDocument | None:
         """Return the digests in one document, or None if ``read`` does not find it."""
@@ -69,7 +77,7 @@ class DigestScanner:
     def needs(self, root: str, read: Read, read_config: Read) -> set[str]:
         """Return the root and all digests in it, in the documents below it and in their configs.
 
-        The configs contain the digests of unpacked layers.
+        The configs contain the digests of layers that other tools compress.
         """
         digests = {root}
         for digest, document in self.walk(root, read):

@@ -41,6 +41,7 @@ from clowder_aimage.layout.lock import (
     translate_store_errors,
 )
 from clowder_aimage.layout.repository_record import RepositoryRecords
+from clowder_aimage.layout.unpacking import list_unpacked
 from clowder_aimage.oci import Descriptor, Digest, Reference
 
 # Seconds that an unnamed blob is kept: another tool may be about to tag it.
@@ -90,13 +91,16 @@ class Collector:
     stale: float = STALE
     dry_run: bool = False
     clock: Callable[[], float] = time.time
-    _scanner: DigestScanner = field(init=False, default_factory=DigestScanner)
+    _scanner: DigestScanner = field(init=False)
     _result: Collection = field(init=False, default_factory=Collection)
     _leased: set[str] = field(init=False, default_factory=set)
     _sizes: dict[str, int] = field(init=False, default_factory=dict)
     # When the blobs were stored.
     _times: dict[str, float] = field(init=False, default_factory=dict)
     _unnamed: dict[str, float] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._scanner = DigestScanner(list_unpacked(self.layout.root))
 
     def run(
         self, *, max_age: float | None = None, max_size: int | None = None, keep: Sequence[str] = ()

@@ -14,11 +14,11 @@ from clowder_aimage.generate import load
 from clowder_aimage.generation.request import GenerateRequest
 from clowder_aimage.importer.recipe import Recipe
 from clowder_aimage.layout import ImageLayout
-from clowder_aimage.layout.completeness import open_valid
 from clowder_aimage.layout.stored_aimage import read_aimage
 from clowder_aimage.model.backend import mx
 from clowder_aimage.model.loader import load_pipeline
 from clowder_aimage.model.pipeline import Image
+from clowder_aimage.model.runnable import open_runnable
 from clowder_aimage.model.weights import ModelWeights
 from clowder_aimage.oci import Descriptor, Reference, mediatype
 from clowder_aimage.tensor import Quantization
@@ -103,7 +103,7 @@ def test_whole_files_of_tensors_are_read_as_well(tmp_path: Path) -> None:
     pictures = []
     for name in ("tensors", "files"):
         with store.lease() as lease:
-            stored = open_valid(store, Reference.parse(name), lease)
+            stored = open_runnable(store, Reference.parse(name), lease)
             model = load(store, stored)
             request = GenerateRequest.draft("a dog", steps=1, seed=3).apply_defaults(stored.aimage)
             (picture,) = [one for one in model.generate(request) if isinstance(one, Image)]

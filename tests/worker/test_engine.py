@@ -32,8 +32,8 @@ from clowder_aimage.errors import ModelError, NoMemoryError, NotFoundError, Usag
 from clowder_aimage.generate import load
 from clowder_aimage.generation.encoding import PictureEncoding
 from clowder_aimage.generation.request import GenerateRequest
-from clowder_aimage.layout.completeness import open_valid
 from clowder_aimage.model.pipeline import Image, Step
+from clowder_aimage.model.runnable import open_runnable
 from clowder_aimage.oci import Reference
 from tests.model_script import ModelScript
 from tests.picture_file import load_picture
@@ -83,7 +83,7 @@ def test_a_request_yields_queue_step_and_image_events(
     pixels, facts = load_picture(path)
     assert facts["seed"] == 7
     with stocked_store.lease() as lease:
-        model = load(stocked_store, open_valid(stocked_store, NAME, lease))
+        model = load(stocked_store, open_runnable(stocked_store, NAME, lease))
         request = GenerateRequest.draft("a dog", steps=2, seed=7).apply_defaults(
             model.stored.aimage
         )

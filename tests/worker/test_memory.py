@@ -27,11 +27,11 @@ from clowder_aimage.engine.runner import Runner
 from clowder_aimage.errors import AImageError, UsageError
 from clowder_aimage.generation.encoding import PictureEncoding
 from clowder_aimage.generation.request import GenerateRequest
-from clowder_aimage.layout.completeness import open_valid
 from clowder_aimage.layout.layered_store import LayeredStore
 from clowder_aimage.layout.stored_aimage import read_aimage
 from clowder_aimage.model.backend import mx
 from clowder_aimage.model.flow.stage_plan import estimate_least_memory
+from clowder_aimage.model.runnable import open_runnable
 from clowder_aimage.oci import Reference
 from tests.store import copy_store
 
@@ -188,7 +188,7 @@ def pipeline(stocked: Path) -> Iterator[Pipeline]:
     """Return a pipeline; a test sets its memory."""
     store = LayeredStore([stocked])
     with store.lease() as lease:
-        stored = open_valid(store, Reference.parse("tiny"), lease)
+        stored = open_runnable(store, Reference.parse("tiny"), lease)
         yield generate.load(store, stored).pipeline
 
 
@@ -233,7 +233,7 @@ def test_large_pictures_are_accepted(pipeline: Any, side: int) -> None:
 def test_the_memory_of_the_decoder_is_between_its_estimates(stocked: Path, dtype: str) -> None:
     store = LayeredStore([stocked])
     with store.lease() as lease:
-        stored = open_valid(store, Reference.parse("tiny"), lease)
+        stored = open_runnable(store, Reference.parse("tiny"), lease)
         pipeline: Any = generate.load(store, stored, dtype=dtype).pipeline
     latents = np.zeros((16, 16, 16), np.float32)
     mx.eval(pipeline.networks.vae.get().parameters())

@@ -73,15 +73,15 @@ def create_adapter_finder(
 
     They are leased until the verb ends.
     """
-    from clowder_aimage.layout.completeness import open_valid
     from clowder_aimage.model.adapter_source import AdapterFinder
+    from clowder_aimage.model.runnable import open_runnable
 
     layout = get_settings().layout
     lease = click.get_current_context().with_resource(layout.lease())
 
     def open_stored(reference: Reference) -> StoredAImage:
         try:
-            return open_valid(layout, reference, lease)
+            return open_runnable(layout, reference, lease)
         except NotFoundError:
             if connect().expand(reference).registry is None:
                 raise
@@ -90,7 +90,7 @@ def create_adapter_finder(
         with Progress("pulling", reference) as progress:
             options = PullOptions(on_event=progress.on_event)
             name = pull(reference, layout, connect(), options).name
-        return open_valid(layout, name, lease)
+        return open_runnable(layout, name, lease)
 
     return AdapterFinder(layout, open_stored, directory, has_files=True)
 

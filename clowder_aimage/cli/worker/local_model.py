@@ -69,7 +69,11 @@ class FetchedModel:
     def say_loading(self, *, all_layers: bool = False) -> None:
         """Print the size of the weights, or of all layers."""
         layers = self.aimage.stored.aimage.layers
-        loaded = sum(layer.descriptor.size for layer in layers if all_layers or layer.is_tensor)
+        loaded = sum(
+            layer.descriptor.size
+            for layer in layers
+            if all_layers or layer.is_tensor or layer.is_shard
+        )
         self.progress.remark(f"loading {format_size(loaded)}")
 
 

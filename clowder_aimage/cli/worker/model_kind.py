@@ -57,11 +57,11 @@ def _find_capabilities(
     """
     if client is not None:
         return _ask_worker(client, reference) or ()
-    from clowder_aimage.layout.stored_aimage import read_aimage
+    from clowder_aimage.engine.model_fetch import read_model
 
     layout = get_settings().layout
     try:
-        stored = read_aimage(layout, reference)
+        stored = read_model(layout, layout.resolve(reference), unpacks=True)
     except NotFoundError:
         default = None if local else find_default_worker(reference)
         found = _ask_worker(default[0], reference) if default else None
@@ -112,6 +112,17 @@ def _guess_capabilities(aimage: AImage) -> tuple[str, ...]:
     return (EMBEDDING,) if is_embedder(aimage) else (COMPLETION, EMBEDDING)
 
 
+def _may_draw(reference: Reference) -> bool:
+    """Return False for an AImage in the store that is not an image model."""
+    from clowder_aimage.engine.model_fetch import read_model
+    from clowder_aimage.model.stored_ability import is_runnable
+
+    layout = get_settings().layout
+    with contextlib.suppress(AImageError):
+        return is_runnable(read_model(layout, layout.resolve(reference)).aimage)
+    return True
+
+
 def check_options(reference: Reference, *, is_text: bool) -> None:
     """Reject options of the other kind of models on the command line. Raises UsageError."""
     context = click.get_current_context()
@@ -124,4 +135,5 @@ def check_options(reference: Reference, *, is_text: bool) -> None:
             name = max(option.opts, key=len)
             if is_text:
                 raise UsageError(f"{name} applies to pictures; {reference} is a language model")
-            raise UsageError(f"{name} applies to language models; {reference} generates pictures")
+            does = "generates pictures" if _may_draw(reference) else "is not one"
+            raise UsageError(f"{name} applies to language models; {reference} {does}")

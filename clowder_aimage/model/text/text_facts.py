@@ -11,6 +11,7 @@ from typing import Any
 
 from clowder_aimage.content.verified_reader import read_all
 from clowder_aimage.dialect import AImage
+from clowder_aimage.dialect.packing import has_packed_layers
 from clowder_aimage.document.strict_json import ParseCache
 from clowder_aimage.errors import AImageError, ModelError, is_passing
 from clowder_aimage.formats.gguf_header import count_tensors, find_value, has_tensor
@@ -70,6 +71,10 @@ def read_text_facts(store: ImageLayout, manifest: Digest, aimage: AImage) -> Tex
 
     The template is empty if its file is damaged, or not in the store yet.
     """
+    if has_packed_layers(aimage):
+        # Its files can be read once it is unpacked
+        ability = Ability((COMPLETION,), find_runtime(aimage) or "")
+        return TextFacts(ability, _find_context(aimage), "", is_final=False)
     try:
         size = sum(len(layer.name) for layer in aimage.layers)
         read = partial(_read_facts, store, aimage)
