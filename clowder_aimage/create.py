@@ -113,14 +113,15 @@ def create(
         return pack(plan, store, lease, reference, chosen, threads=threads, on_written=on_written)
 
 
-def create_by_stem(store: ImageLayout, path: Path, **options: Any) -> Reference:
-    """Pack the model at ``path`` as ``create``, and return its name, the name of its file.
+def create_by_stem(store: ImageLayout, path: Path, **options: Any) -> tuple[Reference, PackedModel]:
+    """Pack the model at ``path`` as ``create``; its name is that of the file.
 
     If another model has the name, digits of the digest follow it.
     """
     # The name until the digest is known.
     temporary = Reference(None, "unnamed", secrets.token_hex(8))
-    descriptor = create(store, temporary, path, **options).descriptor
+    packed = create(store, temporary, path, **options)
+    descriptor = packed.descriptor
     try:
         stem = path.resolve().name if path.is_dir() else path.stem
         words = re.findall(r"[a-z0-9]+(?:[._][a-z0-9]+)*", stem.lower()[:100]) or ["model"]
@@ -134,7 +135,7 @@ def create_by_stem(store: ImageLayout, path: Path, **options: Any) -> Reference:
         store.tag(descriptor, name)
     finally:
         store.untag(temporary)
-    return name
+    return name, packed
 
 
 def _open_like_model(store: ContentStore, reference: Reference, lease: Lease) -> LikeModel:

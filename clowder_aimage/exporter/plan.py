@@ -16,6 +16,7 @@ from clowder_aimage.exporter.component_config import merge_quantization
 from clowder_aimage.exporter.file_name import FileNames
 from clowder_aimage.exporter.layer_store import LayerStore, is_gathered
 from clowder_aimage.formats.family_model import EXTRA, SOURCE
+from clowder_aimage.formats.license_text import MAX_TEXT, identify_license, is_license
 from clowder_aimage.formats.model_tree import CARD, build_card, naming
 from clowder_aimage.formats.stored_weights import group_weights, read_stored
 from clowder_aimage.formats.weight_file import (
@@ -211,16 +212,25 @@ class ExportPlanner:
             offset += entry.nbytes
 
     def _add_card(self, names: FileNames, *, has_weights: bool) -> None:
-        """Add a model card with the licence, if ``create`` reads cards and no GGUF states it."""
+        """Add a model card with the licence, if ``create`` reads cards and no file states it."""
         properties = self._aimage.properties
         content = build_card(properties.get("license"))
         if content is None or not (has_weights or properties.get("format") in _CARDED):
             return
         ggufs = (x.descriptor for x in self._aimage.layers if x.descriptor.media_type in _GGUFS)
         is_gguf, license_ = properties.get("format") == "gguf", properties["license"]
+        if any(self._is_license(layer, license_) for layer in self._aimage.layers):
+            return
         if not is_gguf or not any(_has_license(self._store, gguf, license_) for gguf in ggufs):
             self._generated[CARD] = (content, len(content))
             names.add_file(CARD)
+
+    def _is_license(self, layer: Layer, license_: str) -> bool:
+        """Return True for the text of this licence."""
+        if not is_license(layer.name) or is_packed(layer):
+            return False
+        with self._store.open(layer.descriptor) as file:
+            return identify_license(file.read(MAX_TEXT)) == license_
 
     def _find_stem(self, component: str) -> str:
         """Return the stem of weight files of a component's library.

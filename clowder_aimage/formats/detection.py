@@ -73,10 +73,10 @@ def _detect_file(path: Path) -> str:
         raise model_tree.build_pickle_error(path, torchscript.CONVERT)
     if ending == SAFETENSORS or start[8:9] == b"{":
         return _detect_safetensors(path)
-    return _detect_by_ending(path, ending)
+    return _detect_by_ending(path, ending, content.kind)
 
 
-def _detect_by_ending(path: Path, ending: str) -> str:
+def _detect_by_ending(path: Path, ending: str, kind: str) -> str:
     """Return the format of the extension, so that its reader explains the damage."""
     if ending in (gguf.ENDING, onnx.ENDING):
         return ending.removeprefix(".")
@@ -84,7 +84,7 @@ def _detect_by_ending(path: Path, ending: str) -> str:
         raise ModelError(
             f"{path} is part of a SavedModel", hint="pass the directory that contains it"
         )
-    raise _build_unsupported_error(path)
+    raise _build_unsupported_error(path, kind)
 
 
 def _detect_safetensors(path: Path) -> str:
@@ -183,11 +183,11 @@ def _build_directory_error(root: Path, names: set[str], models: Mapping[str, str
             f"{root} contains {len(models)} models: {format_models(models)}",
             "pass the file of one model",
         )
-    return _build_unsupported_error(root, format_models(models))
+    return _build_unsupported_error(root, next(iter(models.values()), ""))
 
 
-def _build_unsupported_error(path: Path, contents: str = "") -> ModelError:
+def _build_unsupported_error(path: Path, kind: str = "") -> ModelError:
     return model_tree.build_whole_files_error(
-        f"unsupported model format: {path}{contents and f', with {contents}'}",
+        f"unsupported model format{kind and f' ({kind})'}: {path}",
         f"supported: {_KNOWN}",
     )

@@ -9,9 +9,9 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-_FILE = re.compile(r"(licen[cs]e|copying)\b.*", re.IGNORECASE)
+_FILE = re.compile(r"(licen[cs]e|copying)\b[^/]*", re.IGNORECASE)
 # Bytes of a text that are read: titles and grants are at its start.
-_MAX_TEXT = 4096
+MAX_TEXT = 4096
 # The first pattern in the text decides; spaces and letter case do not count.
 _TEXTS = (
     ("apache-2.0", "apache license version 2.0"),
@@ -42,11 +42,20 @@ _TEXTS = (
 
 def find_license(files: Mapping[str, Path]) -> str | None:
     """Return the licence in the first text that is known, at the top of a directory."""
-    for name in sorted(name for name in files if _FILE.fullmatch(name) and "/" not in name):
+    for name in sorted(filter(is_license, files)):
         with files[name].open("rb") as file:
-            text = " ".join(file.read(_MAX_TEXT).decode("utf-8", "replace").lower().split())
-        plain = text.replace(", version", " version")
-        for identifier, phrase in _TEXTS:
-            if phrase in plain:
+            if (identifier := identify_license(file.read(MAX_TEXT))) is not None:
                 return identifier
     return None
+
+
+def is_license(name: str) -> bool:
+    """Return True if a file of this name states the licence of a model."""
+    return _FILE.fullmatch(name) is not None
+
+
+def identify_license(text: bytes) -> str | None:
+    """Return the licence that begins with this text, None if it is unknown."""
+    words = " ".join(text.decode("utf-8", "replace").lower().split())
+    plain = words.replace(", version", " version")
+    return next((identifier for identifier, phrase in _TEXTS if phrase in plain), None)

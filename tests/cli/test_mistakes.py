@@ -50,6 +50,14 @@ def test_push_of_an_unknown_name_fails(aimage: Callable[..., Aimage]) -> None:
     assert "localhost:1/x:latest not found in the store" in done.err
 
 
+@pytest.mark.parametrize("words", [("serve", "--port", 80), ("registry", "serve", "--host", "x")])
+def test_options_of_other_servers_name_the_address(
+    words: tuple[Any, ...], aimage: Callable[..., Aimage]
+) -> None:
+    assert "--addr HOST:PORT sets the address and the port" in aimage()(*words, code=2).err
+    assert "--addr" not in aimage()("ls", *words[-2:], code=2).err
+
+
 def test_a_local_name_is_never_pulled(aimage: Callable[..., Aimage]) -> None:
     done = aimage()("pull", "library/x", code=2)
     assert "has no registry host" in done.err

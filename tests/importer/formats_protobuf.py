@@ -100,3 +100,11 @@ def saved_model(*, version: str = "2.16.1", schema: int = 1, has_saver: bool = T
     saver = message(3, text(1, "save/Const:0")) if has_saver else b""
     nodes = message(2, message(1, text(1, "x"), text(2, "Placeholder")))
     return number(1, schema) + message(2, info, nodes, saver)
+
+
+def value(field: int, name: str, kind: int, *dims: int | str) -> bytes:
+    """Return an input (field 11) or output (12) of a graph; texts are variable dimensions."""
+    shape = [message(1, number(1, d) if isinstance(d, int) else text(2, d)) for d in dims]
+    return message(
+        field, text(1, name), message(2, message(1, number(1, kind), message(2, *shape)))
+    )

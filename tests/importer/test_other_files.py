@@ -248,6 +248,15 @@ def test_the_licence_is_read_from_its_text(
     assert is_packed(made, name)
 
 
+def test_a_licence_that_a_file_states_needs_no_card(store: ImageLayout, tmp_path: Path) -> None:
+    root = write(tmp_path / "m", DIRECTORIES["transformers"] | {"LICENSE": MIT.encode()})
+    made = create(store, NAME, root)
+    export(store, NAME, tmp_path / "out")
+    assert files_in(tmp_path / "out").keys() == files_in(root).keys()
+    again = create(store, Reference.parse("again"), tmp_path / "out")
+    assert again.descriptor == made.descriptor
+
+
 def test_the_licence_of_the_card_has_precedence(tmp_path: Path) -> None:
     files = {
         "README.md": b"---\nlicense: mit\n---\n# x\n",

@@ -150,6 +150,10 @@ _ELSEWHERE = {
 }
 
 
+# Options of other servers for the address, in place of --addr.
+_ADDRESSES = ("--address", "--bind", "--host", "--listen", "--port")
+_ADDRESS_HINT = "--addr HOST:PORT sets the address and the port"
+
 # Sections of a help text, in order.
 _SECTIONS = ("Options", "Picture options", "Text options", "Registry options")
 
@@ -234,10 +238,11 @@ class Verb(_Exemplified):
             return super().parse_args(ctx, words)
         except click.NoSuchOption as error:
             name = {"-o": "--output"}.get(error.option_name, error.option_name)
-            if name not in _ELSEWHERE:
+            is_address = name in _ADDRESSES and "--addr" in names
+            hint = _ADDRESS_HINT if is_address else _ELSEWHERE.get(name)
+            if hint is None:
                 raise
-            message = f"no such option '{error.option_name}'"
-            raise UsageError(message, hint=_ELSEWHERE[name]) from None
+            raise UsageError(f"no such option '{error.option_name}'", hint=hint) from None
 
 
 class VerbGroup(_Exemplified, click.Group):

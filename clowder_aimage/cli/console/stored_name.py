@@ -120,6 +120,7 @@ def pack_path(path: Path, client: WorkerClient | None) -> Reference:
         UsageError: A worker (``client``) is to run it: a worker has its own models.
         ModelError: It cannot be run, or packed; the others of ``create``.
     """
+    from clowder_aimage.cli.console.left_out_text import describe_left_out
     from clowder_aimage.create import create_by_stem
     from clowder_aimage.formats.detection import detect
     from clowder_aimage.formats.family_weights import has_gguf_transformer
@@ -146,11 +147,13 @@ def pack_path(path: Path, client: WorkerClient | None) -> Reference:
             hint=f"a complete model in the store can complete it: {pack} --like REF",
         )
     with Progress("packing") as progress:
-        reference = create_by_stem(get_settings().layout, path, **build_callbacks(progress))
+        reference, packed = create_by_stem(get_settings().layout, path, **build_callbacks(progress))
     remark(
         f"{path} is packed as {reference}: 'aimage run {reference}' runs it again, "
         f"'aimage rm {reference}' removes it"
     )
+    for line in describe_left_out(packed.left_out):
+        remark(line)
     return reference
 
 

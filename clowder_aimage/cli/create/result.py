@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from clowder_aimage.cli.console.left_out_text import describe_left_out
 from clowder_aimage.cli.console.output import (
     format_count,
     format_number,
@@ -12,13 +13,9 @@ from clowder_aimage.cli.console.output import (
     print_result,
     remark,
 )
-from clowder_aimage.formats.left_out import LeftOut
 from clowder_aimage.importer import PackedModel, Recipe
 from clowder_aimage.importer.decision import WeightReport
 from clowder_aimage.oci import Reference
-
-# Paths of files that are left out in a line, and their characters.
-_SHOWN, _WIDE = 6, 100
 
 
 def print_packed(reference: Reference, packed: PackedModel, recipe: Recipe) -> None:
@@ -87,19 +84,6 @@ def format_result(value: dict[str, Any], packed: PackedModel, recipe: Recipe) ->
     if packed.aimage.properties.get("pickled"):
         lines.append("warning: contains pickled Python, and loading it runs its code")
     return "\n".join((*lines, *describe_left_out(packed.left_out)))
-
-
-def describe_left_out(files: Iterable[LeftOut]) -> Iterator[str]:
-    """Yield a line for each reason to leave out files, with the first of them."""
-    by_reason: dict[str, list[str]] = {}
-    for file in files:
-        by_reason.setdefault(file.reason, []).append(file.path)
-    for reason, paths in sorted(by_reason.items()):
-        shown = ", ".join(
-            path if len(path) <= _WIDE else f"{path[:_WIDE]}…" for path in paths[:_SHOWN]
-        )
-        more = f" and {len(paths) - _SHOWN} more" if len(paths) > _SHOWN else ""
-        yield f"left out, {reason}: {shown}{more}"
 
 
 def _describe_content(value: Mapping[str, Any]) -> str:

@@ -9,6 +9,11 @@ from typing import Any
 import click
 
 from clowder_aimage.cli.console.example import NAME, examples
+from clowder_aimage.cli.console.onnx_text import (
+    encode_signature,
+    format_signature,
+    read_signatures,
+)
 from clowder_aimage.cli.console.option import (
     connection_options,
     get_settings,
@@ -29,6 +34,7 @@ from clowder_aimage.content.store import Source
 from clowder_aimage.content.verified_reader import read_all
 from clowder_aimage.dialect import AImage, Layer
 from clowder_aimage.errors import NotFoundError, UsageError
+from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.completeness import Completeness, check_stored, describe_missing
 from clowder_aimage.layout.stored_aimage import StoredAImage, interpret, read_manifest
 from clowder_aimage.model.ability import Ability
@@ -70,11 +76,7 @@ def show(reference: Reference, layers: bool, remote: bool) -> None:
     if chosen.has_connection:
         raise UsageError("--plain-http, --insecure and --ca-file require --remote")
     layout = chosen.layout
-
-    def find(stored: StoredAImage) -> Ability:
-        return find_ability(layout, stored.descriptor.digest, stored.aimage)
-
-    _show(layout, reference, layers, lambda stored: check_stored(layout, stored), find)
+    _show(layout, reference, layers, lambda stored: check_stored(layout, stored), layout)
 
 
 def _show(
@@ -82,7 +84,7 @@ def _show(
     reference: Reference,
     layers: bool,
     check: Callable[[StoredAImage], Completeness],
-    find: Callable[[StoredAImage], Ability] | None = None,
+    layout: ImageLayout | None = None,
 ) -> None:
     descriptor = source.resolve(reference)
     if descriptor.media_type in mediatype.INDEXES:
@@ -91,11 +93,18 @@ def _show(
         return
     stored = interpret(source, descriptor, read_manifest(source, descriptor))
     completeness = check(stored)
-    ability = None if find is None else find(stored)
+    ability = None
+    if layout is not None:
+        ability = find_ability(layout, stored.descriptor.digest, stored.aimage)
     lines = _format_aimage(reference, stored, completeness, ability)
     if layers:
         lines += ["", *_format_layers(stored.aimage)]
-    print_result(_encode_aimage(reference, stored, completeness, ability), lines)
+    value = _encode_aimage(reference, stored, completeness, ability)
+    if layout is not None and (signatures := read_signatures(layout, stored.aimage)):
+        value["onnx"] = [encode_signature(*item) for item in signatures.items()]
+        for item in signatures.items():
+            lines += ["", *format_signature(*item)]
+    print_result(value, lines)
 
 
 def _encode_aimage(
