@@ -104,5 +104,9 @@ RESPONSE_HEADERS = "response_headers"
 
 
 def add_recorded_headers(request: Request, response: web.StreamResponse) -> None:
-    """Add the headers that were recorded in a request, such as its ignored fields."""
-    response.headers.update(request.get(RESPONSE_HEADERS, {}))
+    """Add the headers that were recorded in a request, such as its ignored fields.
+
+    A worker that responds by this server may know more of them: its headers are kept.
+    """
+    for name, text in request.get(RESPONSE_HEADERS, {}).items():
+        response.headers.setdefault(name, text)

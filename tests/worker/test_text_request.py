@@ -10,11 +10,13 @@ import pytest
 
 pytest.importorskip("aiohttp", reason="aiohttp is not installed")
 
+from aiohttp import web
+
 from clowder_aimage.api.ollama.text_body import OllamaChatBody, OllamaEmbedBody, OllamaPromptBody
 from clowder_aimage.api.request_body import check_fields, read_object, record_ignored
 from clowder_aimage.api.text.request import ChatRequest, CompletionRequest, EmbeddingsBody
 from clowder_aimage.http.api_error import ApiError
-from clowder_aimage.http.local_request import RESPONSE_HEADERS, LocalRequest
+from clowder_aimage.http.local_request import RESPONSE_HEADERS, LocalRequest, add_recorded_headers
 from clowder_aimage.http.route import INFER
 from clowder_aimage.model.text.language_model import MAX_SEED, TextRequest
 
@@ -240,6 +242,15 @@ def test_unknown_fields_are_ignored_unless_strict() -> None:
         record_ignored(LocalRequest("POST", "/v1?strict=1", scope=INFER), body)
     with pytest.raises(ApiError, match="unknown parameter 'other'"):
         record_ignored(request, chat(other=1, strict=True))
+
+
+@pytest.mark.parametrize("stated", ["", "other, reasoning_effort"])
+def test_the_fields_that_a_worker_ignores_are_kept_by_its_gateway(stated: str) -> None:
+    request = LocalRequest("POST", "/v1/chat/completions", scope=INFER)
+    record_ignored(request, chat(other=1))
+    response = web.Response(headers={"X-Aimage-Ignored": stated} if stated else {})
+    add_recorded_headers(request, response)
+    assert response.headers["X-Aimage-Ignored"] == (stated or "other")
 
 
 def test_ollamas_messages_and_options_become_openais() -> None:

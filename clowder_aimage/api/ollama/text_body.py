@@ -16,6 +16,7 @@ from clowder_aimage.api.text.request import (
     PromptName,
     SamplingFields,
     Stops,
+    build_request,
     parse_texts,
 )
 from clowder_aimage.model.text.language_model import MAX_ALTERNATIVES, TextRequest, is_answer
@@ -160,7 +161,7 @@ class OllamaTextBody(OllamaBody):
 
     def request(self) -> TextRequest:
         """Return the request of the model."""
-        return TextRequest(
+        return build_request(
             **self._build_content(),
             **self.options.request(self.stop_texts),
             alternatives=self.top_logprobs if self.logprobs else None,

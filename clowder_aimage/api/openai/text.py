@@ -159,10 +159,7 @@ class TextRoutes:
         if selected.stored is not None:
             answer.digest = headers["X-Aimage-Digest"] = await self._resolve_digest(selected)
         explain = _build_explainer("messages" if isinstance(body, ChatRequest) else "prompt")
-        try:
-            requests = body.build_requests()
-        except UsageError as error:
-            raise explain(error) from None
+        requests = body.build_requests()
         warnings = list[str]()
 
         def note(notice: TextNotice) -> None:

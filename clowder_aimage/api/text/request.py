@@ -26,6 +26,8 @@ from clowder_aimage.api.field_rule import FieldRule, excludes, requires
 from clowder_aimage.api.parameter_field import Seed
 from clowder_aimage.api.request_body import GenerationBody, RequestBody, build_field_error
 from clowder_aimage.api.text.chat_message import MAX_MESSAGES, MAX_TOOLS, Message, Tool
+from clowder_aimage.errors import UsageError
+from clowder_aimage.http.api_error import ApiError
 from clowder_aimage.model.text.language_model import (
     MAX_ALTERNATIVES,
     MAX_PROMPT_NAME,
@@ -309,6 +311,16 @@ def _check_template_options(options: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
+def build_request(**fields: Any) -> TextRequest:
+    """Return a request of a model. Raises ApiError for fields that do not fit each other."""
+    try:
+        return TextRequest(**fields)
+    except UsageError as error:
+        message = f"{error.message}; {error.hint}" if error.hint else error.message
+        param = error.facts.get("field")
+        raise ApiError(400, message, code="unsupported_value", param=param) from None
+
+
 class ChatRequest(TextBody):
     """A request of ``/v1/chat/completions``."""
 
@@ -418,7 +430,7 @@ class ChatRequest(TextBody):
         """Return the request of each choice."""
         tools = tuple(tool.to_dict() for tool in self.tools)
         is_named = self.tool_choice.function is not None
-        request = TextRequest(
+        request = build_request(
             messages=tuple(message.to_dict() for message in self.messages),
             tools=() if self.tool_choice.type == "none" else tools,
             max_tokens=self.max_completion_tokens or self.max_tokens,

@@ -26,6 +26,8 @@ from clowder_aimage.model.text.tool_call_format import CallFormat, Tools
 _CONTENT, _THINKING, _CALL, _HEADER = "content", "thinking", "call", "header"
 # Characters of a header: a longer one is text
 _MAX_HEADER = 256
+# Bytes of a text that are read at once when it goes on
+_SLICE = 256
 # The function that a message is sent to; messages to others are no calls
 _RECIPIENT = re.compile(r"\bto=([\w.:-]{1,256})")
 _NO_FUNCTIONS = frozenset(("", "self", "user", "assistant"))
@@ -126,7 +128,9 @@ class TextStream:
     def resume(self, drawn: DrawnTokens, token_bytes: Iterable[bytes]) -> None:
         """Continue after tokens that were drawn before."""
         for data in token_bytes:
-            self.feed(data)
+            # A long text is read as it came: the time of a search is that of its buffer
+            for start in range(0, len(data), _SLICE):
+                self.feed(data[start : start + _SLICE])
         self._tokens.extend((self._offset + len(self._buffer), token) for token in drawn.held)
 
     def _scan(self, *, is_end: bool) -> Iterator[TextEvent]:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 
 # Added tokens that are looked at, and their characters
 _MAX_TOKENS, _MAX_MARK = 10_000, 64
+_MAX_SHOWN = 256
 _TAG = re.compile(r"<[^<>\s]{1,60}>|\[/?[A-Z][A-Z_ ]{2,40}\]|◁[^▷◁\s]{1,40}▷")
 _NAME = re.compile(r"think|thought|reason|reflect|ponder|rationale|scratchpad|inner", re.IGNORECASE)
 _OPPOSITES = (
@@ -162,6 +163,7 @@ def find_format(
         for token in _take(special)
         if _TAG.fullmatch(token) and not _STRUCTURE.search(token) and token not in prompt
     }
+    shown = set(sorted(shown)[:_MAX_SHOWN])
     return ThoughtFormat(thoughts, answers, headers, frozenset(unopened), frozenset(shown))
 
 
