@@ -41,6 +41,8 @@ _ADDING = ("TemplateProcessing", "BertProcessing", "RobertaProcessing")
 # Characters that a normalizer makes of one at most (Unicode, UAX #15, "Maximum Expansion Factor")
 _GROWTH = {"NFKC": 18, "NFKD": 18, "NFC": 3, "NFD": 4, "Lowercase": 3, "ByteLevel": 4}
 _GROWTH["BertNormalizer"] = 12
+# They remove characters, or replace each by one
+_GROWTH |= {"Strip": 1, "StripAccents": 1, "Nmt": 1}
 _STDERR = threading.Lock()
 
 
@@ -297,4 +299,6 @@ def _compute_growth(normalizer: Any) -> int:
         data = base64.b64decode(normalizer["precompiled_charsmap"])
         texts = data[4 + int.from_bytes(data[:4], "little") :].split(b"\0")
         return max(1, *map(len, texts))
-    return _GROWTH.get(kind or "", 1)
+    if kind not in _GROWTH:
+        raise ModelError(f"the normalizer {kind!r:.80} of the tokenizer is unknown")
+    return _GROWTH[kind]

@@ -16,6 +16,7 @@ from clowder_aimage.model.hardware import get_machine_memory
 from clowder_aimage.model.mlxlm import library
 from clowder_aimage.model.mlxlm.embedding import find_embedder
 from clowder_aimage.model.mlxlm.generation import Prompt, TextGeneration
+from clowder_aimage.model.mlxlm.generation_config import list_warnings, parse_defaults
 from clowder_aimage.model.mlxlm.network_weights import (
     choose_form,
     count_parameter_bytes,
@@ -195,7 +196,7 @@ def load(
     weights = ModelWeights.open(files, aimage)
     tokenizer = TokenizerFiles(files, aimage)
     config, generation = tokenizer.read_config(), tokenizer.read_object("generation_config.json")
-    backend, defaults = tokenizer.build_backend(config), _parse_defaults(generation)
+    backend, defaults = tokenizer.build_backend(config), parse_defaults(generation)
     sources, special = tokenizer.read_templates(config), tokenizer.list_special_tokens(config)
     added = {backend.find_text(number) or "": kind for number, kind in backend.added.items()}
     hidden = [text for text, is_special in added.items() if is_special]
@@ -212,7 +213,7 @@ def load(
     ends = _ends(generation, weights.config, backend, special)
     model = MlxModel(network, backend, template, ends, defaults, plan, format_dtype(chosen))
     model._embedder = find_embedder(tokenizer, network, backend, model.context)  # noqa: SLF001
-    model.warnings = built.warnings
+    model.warnings = (*built.warnings, *list_warnings(generation))
     return model
 
 
@@ -252,16 +253,3 @@ def _ends(
     if (end := backend.find(special.get("eos_token", ""))) is not None:
         ends.add(end)
     return frozenset(ends)
-
-
-def _parse_defaults(generation: Mapping[str, Any]) -> Sampling:
-    """Return the options in generation_config.json. Raises ModelError: one is invalid."""
-    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    stated = {name: generation[name] for name in names if generation.get(name) is not None}
-    if generation.get("do_sample") is False:
-        stated["temperature"] = 0.0
-    usual = {"temperature": 1.0, "top_p": 1.0}
-    try:
-        return Sampling(**(usual | stated))
-    except (UsageError, TypeError) as error:
-        raise ModelError(f"generation_config.json: {error}") from None

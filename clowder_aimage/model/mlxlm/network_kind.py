@@ -124,9 +124,7 @@ PROMISED: Mapping[str, NetworkKind] = {
         share=0.5,
     ),
     "smollm3": NetworkKind(
-        defaults={"tie_word_embeddings": True, "use_sliding_window": False},
-        theta=2e6,
-        has_window=True,
+        defaults={"tie_word_embeddings": True, "use_sliding_window": False}, theta=2e6
     ),
     "nemotron": NetworkKind({"hidden_act": ("relu2",)}, {"hidden_act": "relu2"}, share=0.5),
     "stablelm": NetworkKind(

@@ -7,7 +7,10 @@ byte-level BPE (GPT-2), SentencePiece with byte fallback, and BPE with a suffix 
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from clowder_aimage.errors import ModelError
 
 if TYPE_CHECKING:
     from clowder_aimage.model.tokenizer_backend import TokenizerBackend
@@ -15,13 +18,27 @@ if TYPE_CHECKING:
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 # SentencePiece's mark of a space
 _SPACE = "\u2581"
+# Components of decoders whose effect on the bytes of a token is known, with their settings
+_PLAIN = ("Sequence", "ByteLevel", "ByteFallback", "Fuse", "BPEDecoder")
+_SETTINGS: dict[str, dict[str, Any]] = {
+    "Replace": {"pattern": {"String": _SPACE}, "content": " "},
+    "Metaspace": {"replacement": _SPACE},
+    "Strip": {"content": " ", "stop": 0},
+}
 
 
 class TokenTable:
-    """The bytes and the kind of each token of a tokenizer."""
+    """The bytes and the kind of each token of a tokenizer.
+
+    Raises ModelError: the effect of its decoder is unknown.
+    """
 
     def __init__(self, backend: TokenizerBackend) -> None:
         self._backend = backend
+        for decoder in backend.decoders:
+            _check_decoder(decoder)
+        if not backend.decoders:
+            raise ModelError("the tokenizer has no decoder, which makes texts of tokens")
         decoders = {str(decoder.get("type")): decoder for decoder in backend.decoders}
         self._is_byte_level = "ByteLevel" in decoders
         self._has_bytes = "ByteFallback" in decoders
@@ -55,6 +72,13 @@ class TokenTable:
         if self._suffix:
             return text.replace(self._suffix, " ").encode()
         return text.replace(_SPACE, " ").encode()
+
+
+def _check_decoder(decoder: Mapping[str, Any]) -> None:
+    kind = str(decoder.get("type"))
+    settings = {} if kind in _PLAIN else _SETTINGS.get(kind)
+    if settings is None or any(decoder.get(key) != value for key, value in settings.items()):
+        raise ModelError(f"the decoder {kind[:80]} of the tokenizer, or its settings are unknown")
 
 
 def _build_byte_table() -> dict[str, int]:
