@@ -318,7 +318,8 @@ def test_invalid_image_options_are_refused(
 
 
 @pytest.mark.parametrize(
-    "arguments", [("--width", 0), ("--steps", 1001), ("-n", 0), ("--seed", -1), ("--guidance", -1)]
+    "arguments",
+    [("--width", 0), ("--steps", 1001), ("-n", 0), ("--seed", 1 << 64), ("--guidance", -1)],
 )
 def test_parameters_of_no_model_are_refused_before_a_registry_is_asked(
     arguments: tuple[str, int], aimage: Callable[..., Aimage]

@@ -380,8 +380,11 @@ def test_invalid_json_is_refused_with_its_line(tmp_path: Path, text: str, said: 
 def test_text_that_is_not_utf_8_is_refused_with_its_line(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"[\n# gr\xfc\xdfe\n]")
     assert refused(tmp_path) == f"{tmp_path / name}, line 2: not UTF-8"
-    (tmp_path / name).write_bytes("- ref: h.io/a\n".encode("utf-16"))
-    assert "not UTF-8" in refused(tmp_path)
+
+
+def test_text_in_utf_16_with_its_mark_is_read(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_bytes("- ref: h.io/a\n".encode("utf-16"))
+    assert names(tmp_path) == ["h.io/a:latest"]
 
 
 def test_a_large_file_is_refused(tmp_path: Path) -> None:
