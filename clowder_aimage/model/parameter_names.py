@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable
 
 from clowder_aimage.errors import ModelError
 from clowder_aimage.model.stored_tensor import format_names
+from clowder_aimage.tensor.wrapper_name import strip_wrappers
 
 # Types of weights that are values
 FLOATS = ("F32", "F16", "BF16")
@@ -26,6 +27,11 @@ def match_tensors(
         ModelError: A tensor is missing, unexpected, or duplicated.
     """
     matches = {name: sanitize(name) for name in names}
+    if wrapped := sorted(name for name in matches if name != strip_wrappers(name)):
+        raise ModelError(
+            f"{component}: a wrapper has changed the names of tensors: {format_names(wrapped)}",
+            hint="save the network itself, without torch.compile, FSDP or another wrapper",
+        )
     counts = Counter(matches.values())
     if twice := sorted(parameter for parameter, count in counts.items() if count > 1):
         raise ModelError(f"{component}: duplicate tensors for {format_names(twice)}")

@@ -114,6 +114,9 @@ def test_names_must_fit_exactly(folder_store: FolderStore) -> None:
     more = tensors | {"model.fc.extra": np.zeros((1,), np.float32)}
     with pytest.raises(ModelError, match=r"unexpected tensors model\.fc\.extra"):
         ModelWeights.open(folder_store, packed(folder_store, more), "net").apply(Net())
+    wrapped = {f"_orig_mod.{name}": value for name, value in tensors.items()}
+    with pytest.raises(ModelError, match=r"a wrapper has changed the names .*_orig_mod\.model"):
+        ModelWeights.open(folder_store, packed(folder_store, wrapped), "net").apply(Net())
     twice = tensors | {"fc.bias": tensors["model.fc.bias"]}
     with pytest.raises(ModelError, match=r"duplicate tensors for fc\.bias"):
         ModelWeights.open(folder_store, packed(folder_store, twice), "net").apply(Net())

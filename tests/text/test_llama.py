@@ -18,7 +18,7 @@ import pytest
 import xllamacpp
 
 from clowder_aimage.create import create
-from clowder_aimage.errors import FormatError, ModelError, UsageError
+from clowder_aimage.errors import FormatError, ModelError, NoMemoryError, UsageError
 from clowder_aimage.importer.model_source import ModelForm, parse_adapter
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.model.llama import model as llama_model
@@ -350,6 +350,20 @@ def test_library_states_why_it_cannot_load(tmp_path: Path, directory: Path) -> N
     path.write_bytes(path.read_bytes().replace(b"qwen3", b"quark"))
     with pytest.raises(ModelError, match="unknown model architecture: 'quark'"):
         load(path)
+
+
+@pytest.mark.parametrize(
+    ("reason", "kind"),
+    [
+        ("unknown model architecture: 'quark'", ModelError),
+        ("unable to allocate CPU buffer", NoMemoryError),
+        ("", NoMemoryError),
+    ],
+)
+def test_a_load_that_may_succeed_later_is_not_refused_for_good(
+    reason: str, kind: type[ModelError]
+) -> None:
+    assert type(llama_server._build_load_error(reason)) is kind
 
 
 def test_errors_of_the_library_are_sentences(model: LlamaModel) -> None:

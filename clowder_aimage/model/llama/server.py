@@ -21,7 +21,7 @@ from typing import Any
 
 import xllamacpp
 
-from clowder_aimage.errors import ContentError, ModelError, UsageError
+from clowder_aimage.errors import ContentError, ModelError, NoMemoryError, UsageError
 from clowder_aimage.model.llama.temporary_directory import create_temporary_directory
 from clowder_aimage.model.text.language_model import ContextError
 
@@ -36,6 +36,7 @@ _PATIENCE = 10.0
 _MAX_LOG = 500
 _LAST = b"exiting due to"
 _REASON = "error loading model: "
+_MEMORY = re.compile(r"alloc|memory|mmap", re.IGNORECASE)
 _TOO_LONG = re.compile(r"input \((\d+) tokens\) is too large to process.*size: (\d+)\)")
 
 
@@ -168,10 +169,17 @@ def _start(params: xllamacpp.CommonParams) -> xllamacpp.Server:
             params.hostnames = [f"{directory}/{_SILENT}.sock"]
             server = xllamacpp.Server(params)
     except RuntimeError:
-        raise ModelError(f"llama.cpp cannot load the model: {_capture_reason(params)}") from None
+        raise _build_load_error(_capture_reason(params)) from None
     # Wait until its loop runs: a server that is stopped before that never ends
     server.handle_metrics()
     return server
+
+
+def _build_load_error(reason: str) -> ModelError:
+    """Return an error of a load; without a reason of the model another load may succeed."""
+    is_passing = not reason or _MEMORY.search(reason)
+    kind = NoMemoryError if is_passing else ModelError
+    return kind(f"llama.cpp cannot load the model: {reason or 'it states no reason'}")
 
 
 def _capture_reason(params: xllamacpp.CommonParams) -> str:
@@ -197,7 +205,7 @@ def _capture_reason(params: xllamacpp.CommonParams) -> str:
     # such as ``0.00.083.579 E llama_model_load: error loading model: ...``
     texts = [text for line in lines if (text := line.partition(" E ")[2].strip())]
     reasons = [text.rpartition(_REASON)[2] for text in texts if _REASON in text] or texts
-    return "; ".join(reasons)[:_MAX_LOG] or "it states no reason"
+    return "; ".join(reasons)[:_MAX_LOG]
 
 
 def _read_log(path: Path) -> list[str]:
