@@ -85,6 +85,14 @@ def test_each_role_has_a_form_of_its_own() -> None:
     assert ContentForm(takes_text=False, takes_part=True).convert("") == ""
 
 
+def test_a_template_of_parts_for_tools_gets_parts() -> None:
+    source = "{% for t in tools %}{{ t.function.name }} {% endfor %}" + PARTS
+    template = ChatTemplate({"default": TEXT, "tool_use": source}, TOKENS)
+    plain, called = (TextRequest(messages=(USER,), tools=tools) for tools in ((), (TOOL,)))
+    assert template.compose(plain)[0] == "user:2 boxes;"
+    assert template.compose(called)[0] == "get_weather user:2 boxes;"
+
+
 @pytest.mark.parametrize("name", read_templates())
 def test_published_templates_write_each_text_or_say_which_not(name: str) -> None:
     template, checked = make_published(name), 0

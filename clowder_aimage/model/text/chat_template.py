@@ -98,7 +98,7 @@ class ChatTemplate:
             "documents": None,
             "add_generation_prompt": request.has_opening and not request.is_continued,
         }
-        prompt = variant.render({**values, **options})
+        prompt = variant.render({**options, **values})
         if request.is_continued:
             prompt = _cut_at_tag(prompt)
         return prompt, replace(notice, warnings=(*notice.warnings, *self._check(request, prompt)))

@@ -5,6 +5,7 @@ Templates are parts of models and untrusted. Reference: transformers, ``apply_ch
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Mapping
 from datetime import datetime
@@ -24,11 +25,19 @@ _MAX_REFUSAL = 300  # characters
 # Long conversations render more text than the templates of other documents
 LONG = TemplateLimits(text=4 << 20, size=512 << 20, seconds=2.0)
 # Those of questions whether it takes a form of messages
-_PROBE_LIMITS = TemplateLimits(steps=100_000, seconds=0.5)
+_PROBE_LIMITS = TemplateLimits(steps=50_000, seconds=0.2)
 # Variables of templates that turn thinking on and off, and that say how much to think
 _SWITCHES = frozenset(("enable_thinking", "thinking"))
 _EFFORTS = frozenset(("reasoning_effort", "thinking_effort", "reasoning_strength"))
 _NO_EFFORT = ("none", "minimal")
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "f",
+        "description": "Do it.",
+        "parameters": {"type": "object", "properties": {}, "required": []},
+    },
+}
 
 
 class TemplateVariant:
@@ -57,13 +66,16 @@ class TemplateVariant:
             raise _build_refusal_error(error) or _build_render_error(error) from None
 
     def try_render(self, messages: list[dict[str, Any]]) -> str | None:
-        """Return a prompt of these messages, None if the template fails."""
-        values = {"messages": messages, "tools": None, "documents": None}
-        opening = {"add_generation_prompt": True}
-        try:
-            return self._template.render({**values, **opening, **self._tokens}, _PROBE_LIMITS)
-        except RenderError:
-            return None
+        """Return a prompt of these messages, None if the template fails.
+
+        A template that is for requests with tools only gets one.
+        """
+        values: dict[str, Any] = {"messages": messages, "documents": None}
+        values |= {"add_generation_prompt": True, **self._tokens}
+        for tools in (None, [_TOOL]):
+            with contextlib.suppress(RenderError):
+                return self._template.render({**values, "tools": tools}, _PROBE_LIMITS)
+        return None
 
     @property
     def has_switch(self) -> bool:
