@@ -57,9 +57,19 @@ from clowder_aimage.generation.encoding import PictureEncoding
 from clowder_aimage.generation.request import GenerateRequest
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import StoredAImage
+from clowder_aimage.model.ability import PIPELINES, Ability
 from clowder_aimage.model.pipeline import Step
 from clowder_aimage.model.stored_ability import find_ability
-from clowder_aimage.model.text.language_model import TextDelta, TextEnd, TextRequest, ToolCall
+from clowder_aimage.model.text.language_model import (
+    COMPLETION,
+    EMBEDDING,
+    EmbeddingRequest,
+    TextDelta,
+    TextEnd,
+    TextRequest,
+    ToolCall,
+    require,
+)
 from clowder_aimage.model.text.runtime import find_runtime
 from clowder_aimage.oci import Digest, Reference
 
@@ -283,6 +293,7 @@ class Engine:
         if self._scheduler.find_loaded(digest := stored.descriptor.digest) is None:
             ability = await run_generation(find_ability, self.store, digest, stored.aimage)
             ability.check(request.reference)
+            _check_capability(ability, parameters)
         while True:
             try:
                 await self._take_turn(request, stored, parameters, emit)
@@ -564,3 +575,13 @@ def _set_seed(request: TextRequest) -> TextRequest:
     if request.sampling.seed is not None:
         return request
     return replace(request, sampling=replace(request.sampling, seed=secrets.randbits(63)))
+
+
+def _check_capability(ability: Ability, parameters: ModelRequest | None) -> None:
+    """Raise UsageError if a language model cannot serve a request, before it is loaded for it."""
+    if ability.runtime in ("", PIPELINES):
+        return
+    if isinstance(parameters, EmbeddingRequest):
+        require(ability.capabilities, EMBEDDING, "model")
+    elif isinstance(parameters, TextRequest):
+        require(ability.capabilities, COMPLETION, "model")

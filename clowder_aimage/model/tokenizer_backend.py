@@ -54,13 +54,15 @@ class TokenizerTimeoutError(ModelError):
 class EncodingLimits:
     """Limits of one encoding: characters of a normalized text, and seconds.
 
-    ``has_special``: the post-processor adds its special tokens. ``tokens``: more are cut off.
+    ``has_special``: the post-processor adds its special tokens. ``tokens``: more are cut off, at
+    the ``side``.
     """
 
     text: int = _MAX_TEXT
     seconds: float = _SECONDS
     has_special: bool = True
     tokens: int | None = None
+    side: str = "right"
 
 
 class TokenizerBackend:
@@ -142,7 +144,7 @@ class TokenizerBackend:
         limits = limits or EncodingLimits()
         _check_length(len(text), self._growth, limits.text)
         if limits.tokens is not None:
-            self.truncate(limits.tokens, "right")
+            self.truncate(limits.tokens, limits.side)
         with _silence_output("the tokenizer failed", is_private=True):
             # a batch, unlike a text, is encoded without the interpreter's lock
             special = limits.has_special

@@ -117,6 +117,13 @@ def test_the_context_is_what_the_files_state(
     assert load(copied, context=11).context == 11
 
 
+def test_texts_are_cut_at_the_stated_side(copied: Path, model: Any) -> None:
+    config = {"model_max_length": 12, "truncation_side": "left"}
+    write_json(copied / "tokenizer_config.json", config)
+    long, end = embed(load(copied), "chair " * 50 + "ball " * 10), embed(model, "ball " * 10)
+    assert long[0] @ end[0] > 1 - 1e-6
+
+
 def test_positions_after_the_padding_have_no_text() -> None:
     """RoBERTa's first positions are those of padding."""
     assert EncoderConfig.read(make_config("roberta", 9)).context == 60 - 2

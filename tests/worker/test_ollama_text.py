@@ -102,7 +102,6 @@ def test_embeddings_of_both_routes(client: Any, worker: LocalWorker) -> None:
     assert made.embeddings == [[3.0, 0.5], [4.0, 0.5]]
     assert made.prompt_eval_count == 3
     assert client.embeddings("vectors", "abc").embedding == [3.0, 0.5]
-    assert client.embed("words", "abc").embeddings == [[3.0, 0.5]]
     assert ask(worker, "/api/embed", model="vectors")[1][0]["embeddings"] == []
     assert ask(worker, "/api/embeddings", model="vectors")[1] == [{"embedding": []}]
 

@@ -213,9 +213,8 @@ def test_embeddings_are_numbers_or_packed(worker: LocalWorker, client: Any) -> N
     assert [one["embedding"] for one in found["data"]] == [[3.0, 0.5], [4.0, 0.5]]
     assert found["usage"] == {"prompt_tokens": 3, "total_tokens": 3}
     assert headers["X-Aimage-Model"] == "vectors:latest"
-    packed = json.loads(ask(worker, "/v1/embeddings", input="abc", encoding_format="base64")[2])[
-        "data"
-    ][0]["embedding"]
+    body = ask(worker, "/v1/embeddings", model="vectors", input="abc", encoding_format="base64")[2]
+    packed = json.loads(body)["data"][0]["embedding"]
     assert struct.unpack("<2f", base64.b64decode(packed)) == (3.0, 0.5)
     made = client.embeddings.create(model="vectors", input="abc")  # asks for base64
     assert made.data[0].embedding == [3.0, 0.5]
@@ -223,13 +222,13 @@ def test_embeddings_are_numbers_or_packed(worker: LocalWorker, client: Any) -> N
 
 def test_cut_texts_are_told_and_prompts_are_named(worker: LocalWorker) -> None:
     path, texts = "/v1/embeddings", ["abc", "is cut"]
-    status, headers, body = ask(worker, path, input=texts, prompt_name="query")
+    status, headers, body = ask(worker, path, model="vectors", input=texts, prompt_name="query")
     warning = "1 of 2 texts were cut: the model reads 9 tokens of a text"
     assert (status, headers["X-Aimage-Warning"]) == (200, warning)
     assert json.loads(body)["warnings"] == [warning]
-    status, _, body = ask(worker, path, input="abc", prompt_name="x")
+    status, _, body = ask(worker, path, model="vectors", input="abc", prompt_name="x")
     assert (status, json.loads(body)["error"]["param"]) == (400, "prompt_name")
-    assert "X-Aimage-Warning" not in ask(worker, path, input="abc")[1]
+    assert "X-Aimage-Warning" not in ask(worker, path, model="vectors", input="abc")[1]
 
 
 def test_models_have_capabilities(worker: LocalWorker) -> None:

@@ -12,9 +12,11 @@ import pytest
 pytest.importorskip("mlx_lm", reason="mlx-lm is not installed")
 pytest.importorskip("aiohttp", reason="aiohttp is not installed")
 
+from tests.importer.formats_gguf import UINT32, WEIGHTS
 from tests.process import Aimage
 from tests.text.test_ability import change, write_gguf
 from tests.text.tiny_encoder import write_encoder
+from tests.text.tiny_text import write_model
 from tests.worker.conftest import LocalWorker, answer_to
 from tests.worker.text_worker import scripted_worker
 
@@ -38,6 +40,9 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalWorker]:
     here = Aimage(home, home / "store")
     here("create", "-q", "modern", change(write_encoder(home / "m"), model_type="modernbert"))
     here("create", "-q", "words", write_gguf(home / "w", []))
+    here("create", "-q", "chat", write_model(home / "c"))
+    vectors = ("llama.pooling_type", UINT32, 1)
+    here("create", "-q", "vectors", write_gguf(home / "v", WEIGHTS, vectors))
     with scripted_worker(here) as found:
         yield found
 
@@ -61,7 +66,28 @@ def test_requests_are_refused_without_a_load(
     assert worker.service.engine.list_loaded() == []
 
 
+@pytest.mark.parametrize(
+    ("model", "path", "body", "label"),
+    [
+        ("chat", "/v1/embeddings", {"input": "a"}, "embeddings"),
+        ("chat", "/api/embed", {"input": "a"}, "embeddings"),
+        ("vectors", "/v1/chat/completions", {"messages": MESSAGES}, "texts"),
+        ("vectors", "/api/chat", {"messages": MESSAGES}, "texts"),
+    ],
+)
+def test_other_work_is_refused_without_a_load(
+    worker: LocalWorker, model: str, path: str, body: dict[str, Any], label: str
+) -> None:
+    status, answer = post(worker, path, {"model": model, **body})
+    assert status == 400 and f"the model does not support {label}" in json.dumps(answer)
+    assert worker.service.engine.list_loaded() == []
+
+
 def test_lists_show_no_capabilities(worker: LocalWorker) -> None:
-    listed = worker.get("/v1/models")["data"] + worker.get("/api/tags")["models"]
-    assert [one["capabilities"] for one in listed] == [[]] * 4
+    listed = worker.get("/v1/models")["data"]
+    named = {one["id"]: one["capabilities"] for one in listed}
+    assert named["modern:latest"] == named["words:latest"] == []
+    assert named["vectors:latest"] == ["embedding"] and "chat" in named["chat:latest"]
+    tags = {one["name"]: one["capabilities"] for one in worker.get("/api/tags")["models"]}
+    assert tags["modern:latest"] == tags["words:latest"] == []
     assert post(worker, "/api/show", {"model": "words"})[1]["capabilities"] == []

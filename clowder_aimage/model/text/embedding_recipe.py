@@ -7,7 +7,7 @@ Format: sentence-transformers 6.2, ``modules.json``, ``sentence_bert_config.json
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from clowder_aimage.document.strict_json import read_json
 from clowder_aimage.errors import FormatError, ModelError, UsageError
@@ -52,14 +52,16 @@ class EmbeddingRecipe:
     """The way from a text to its embedding; all embeddings are of unit length in the end.
 
     modes: of the pooling, whose vectors are joined. max_length: of a text in tokens; None if it is
-    that of the network. is_lower: texts are in lower case. prompts: texts by name that come before
-    a text, and the name of the usual one. skips_prompt: the pooling leaves its tokens out.
-    dimensions: the first numbers that remain; None for all. has_pooling: the files state a pooling.
+    that of the network. cut_side: of longer texts. is_lower: texts are in lower case. prompts:
+    texts by name that come before a text, and the name of the usual one. skips_prompt: the pooling
+    leaves its tokens out. dimensions: the first numbers that remain; None for all. has_pooling: the
+    files state a pooling.
     """
 
     modes: tuple[str, ...] = (MEAN,)
     dense: tuple[DenseLayer, ...] = ()
     max_length: int | None = None
+    cut_side: str = "right"
     is_lower: bool = False
     prompts: Mapping[str, str] = field(default_factory=dict)
     usual_prompt: str | None = None
@@ -91,26 +93,42 @@ def read_recipe(read: Read) -> EmbeddingRecipe:
     stated = _read_fields(read, name)
     if modules and stated is None:
         raise ModelError(f"{name} is missing, which {MODULES} requires")
-    pooled = stated or ConfigFields(name, {})
-    sentence = _read_sentence_config(read)
-    usual = _read_fields(read, "config_sentence_transformers.json") or ConfigFields("", {})
-    tokenizer = _read_fields(read, "tokenizer_config.json") or ConfigFields("", {})
-    limit = tokenizer.get_raw("model_max_length")
-    return EmbeddingRecipe(
-        _read_modes(pooled),
+    fields = stated or ConfigFields(name, {})
+    recipe = EmbeddingRecipe(
+        _read_modes(fields),
         tuple(_read_dense(read, path) for name, path in modules if name == "Dense"),
-        sentence.get_integer("max_seq_length", 0)
-        if sentence.get_raw("max_seq_length")
+        skips_prompt=not fields.get_boolean("include_prompt", True),
+        has_pooling=stated is not None,
+    )
+    return _add_prompts(read, _add_limits(read, recipe))
+
+
+def _add_limits(read: Read, recipe: EmbeddingRecipe) -> EmbeddingRecipe:
+    """Add the treatment of texts: their length, the side at which they are cut, and their case."""
+    sentence = _read_sentence_config(read)
+    sentence.check_value("module_output_name", "token_embeddings")
+    tokenizer = _read_fields(read, "tokenizer_config.json") or ConfigFields("", {})
+    limit = sentence.get_raw("max_seq_length")
+    if limit is not None:
+        limit = sentence.get_integer("max_seq_length")
+    else:
         # Without a limit it is an enormous number, perhaps a float
-        else limit
-        if type(limit) is int and 0 < limit < _MAX_LENGTH
-        else None,
-        sentence.get_boolean("do_lower_case", False),
-        _read_prompts(usual),
-        usual.get_raw("default_prompt_name") and usual.get_text("default_prompt_name"),
-        not pooled.get_boolean("include_prompt", True),
-        usual.get_integer("truncate_dim") if usual.get_raw("truncate_dim") else None,
-        stated is not None,
+        stated = tokenizer.get_raw("model_max_length")
+        limit = stated if type(stated) is int and 0 < stated < _MAX_LENGTH else None
+    side = "left" if tokenizer.get_raw("truncation_side") == "left" else "right"
+    is_lower = sentence.get_boolean("do_lower_case", False)
+    return replace(recipe, max_length=limit, cut_side=side, is_lower=is_lower)
+
+
+def _add_prompts(read: Read, recipe: EmbeddingRecipe) -> EmbeddingRecipe:
+    name = "config_sentence_transformers.json"
+    fields = _read_fields(read, name) or ConfigFields(name, {})
+    usual, size = fields.get_raw("default_prompt_name"), fields.get_raw("truncate_dim")
+    return replace(
+        recipe,
+        prompts=_read_prompts(fields),
+        usual_prompt=None if usual is None else fields.get_text("default_prompt_name"),
+        dimensions=None if size is None else fields.get_integer("truncate_dim"),
     )
 
 

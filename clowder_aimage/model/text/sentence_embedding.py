@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from clowder_aimage.errors import UsageError
 from clowder_aimage.model.text.language_model import (
@@ -15,6 +15,7 @@ from clowder_aimage.model.text.language_model import (
 from clowder_aimage.model.text.sentence_pooling import Floats, SentencePooling
 from clowder_aimage.model.tokenizer_backend import EncodingLimits, TokenizerBackend
 
+_ENCODING = EncodingLimits(text=4 << 20, seconds=10.0)
 Tokens = list[int]
 # From the tokens of texts to their states, (tokens, width)
 Compute = Callable[[Sequence[Tokens]], Sequence[Floats]]
@@ -46,7 +47,8 @@ class SentenceEmbedder:
 
     def _encode(self, text: str) -> tuple[Tokens, bool]:
         require_characters(text)
-        limits = EncodingLimits(text=4 << 20, seconds=10.0, tokens=self.pooling.recipe.max_length)
+        recipe = self.pooling.recipe
+        limits = replace(_ENCODING, tokens=recipe.max_length, side=recipe.cut_side)
         tokens, total = self.backend.encode_counted(text, limits=limits)
         if not tokens:
             raise UsageError("a text has no tokens", field="texts")
