@@ -355,6 +355,8 @@ class _Environment(ImmutableSandboxedEnvironment):
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         if operator == "**":
             self.meter.require(0 if abs(left) < 1 << 16 and abs(right) <= 32 else sys.maxsize, "**")
+        elif operator == "%" and isinstance(left, bytes):
+            raise _LimitError("bytes cannot be formatted")
         elif operator == "%" and isinstance(left, str):
             return self.meter.admit(self._format(left, right))
         elif operator == "*" and (isinstance(left, Sized) or isinstance(right, Sized)):
@@ -403,7 +405,7 @@ class _Environment(ImmutableSandboxedEnvironment):
             if name not in ("d", "default", "_admit", "_concat"):
                 _check_numbers(name, (*args[1:], *kwargs.values()))
             self.meter.weigh(args)
-            if name in _ITERATING and isinstance(args[0], str):
+            if name in _ITERATING and isinstance(args[0], str | bytes):
                 self.meter.step(len(args[0]))
             contexts = {"context": context, "environment": self, "eval_context": context.eval_ctx}
             passed = (contexts[kind], *args) if kind else args
