@@ -344,6 +344,33 @@ def test_colours_of_a_profile_become_srgb(
     assert np.abs(seen.astype(int) - expected).max() <= 2
 
 
+def build_ink_profile() -> bytes:
+    """Return a profile of a printer whose inks are neutral: black is L* = 0, paper L* = 100."""
+    corners = ((c, m, y, k) for c in (0, 1) for m in (0, 1) for y in (0, 1) for k in (0, 1))
+    grid = bytes(
+        value
+        for c, m, y, k in corners
+        for value in (round(255 * (1 - k) * (1 - (c + m + y) / 3)), 128, 128)
+    )
+    unity = struct.pack(
+        ">9i", *(65536 * (row == column) for row in range(3) for column in range(3))
+    )
+    line = bytes(range(256))
+    table = b"mft1" + bytes(4) + bytes((4, 3, 2, 0)) + unity + line * 4 + grid + line * 3
+    profile = build_profile(b"CMYK", {**WHITE, b"A2B0": table, b"A2B1": table})
+    return profile.replace(b"mntr", b"prtr", 1).replace(b"CMYKXYZ ", b"CMYKLab ", 1)
+
+
+@pytest.mark.parametrize(("black", "grey"), [(0, 255), (255, 0), (128, 118), (51, 198)])
+def test_inks_become_srgb(black: int, grey: int) -> None:
+    # The grey of L* = 49.8 and 80 is 118 and 198 (CIE 15, IEC 61966-2-1)
+    image = Image.new("CMYK", (16, 16), (0, 0, 0, black))
+    seen = look(encode(image, "JPEG", quality=100, icc_profile=build_ink_profile()))
+    assert np.abs(seen.astype(int) - grey).max() <= 2
+    paper = Image.new("CMYK", (16, 16), (0, 0, 0, 128))
+    assert look(encode(paper, "JPEG", quality=100))[0, 0].tolist() == [127, 127, 127]
+
+
 def test_a_profile_in_several_parts_of_a_jpeg() -> None:
     image, half = Image.new("RGB", (16, 16), (100, 150, 100)), len(WIDE) // 2
     plain = encode(image, "JPEG", quality=100, subsampling=0)

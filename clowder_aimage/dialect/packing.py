@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from clowder_aimage.dialect.aimage import AImage, Layer
+from clowder_aimage.dialect.vendor import MODEL_INDEX
 from clowder_aimage.oci import mediatype
 
 _TAR, _RAW = ".tar", ".raw"
-# Of a pipeline of diffusers
-_MODEL_INDEX = "model_index.json"
 # Media types of whole files (docs/format.md, Media types): adapters and models.
 _FILES = frozenset(
     {
@@ -61,5 +60,5 @@ def is_known_late(aimage: AImage) -> bool:
 
     It is packed, or an image model of another tool, which does not state its pipeline.
     """
-    is_pipeline = any(layer.name.endswith(_MODEL_INDEX) for layer in aimage.layers)
+    is_pipeline = any(layer.name.endswith(MODEL_INDEX) for layer in aimage.layers)
     return has_packed_layers(aimage) or (is_pipeline and "pipeline" not in aimage.properties)

@@ -25,6 +25,8 @@ _SUFFIXES = {
     ".safetensors": mediatype.AIMAGE_TRANSFORMERS,
     ".safetensors.index.json": mediatype.AIMAGE_TRANSFORMERS,
 }
+# Of a pipeline of diffusers.
+MODEL_INDEX = "model_index.json"
 # The names of PEFT and diffusers.
 _ADAPTERS = ("adapter_model.safetensors", "pytorch_lora_weights.safetensors")
 FORMATS = {
@@ -138,6 +140,8 @@ def read_count(candidate: object) -> int | None:
 
 def _find_format(layers: Sequence[Layer]) -> str | None:
     """Return the format of the layers in Clowder's words: vendors use different names."""
+    if any(layer.name.rpartition("/")[2] == MODEL_INDEX for layer in layers):
+        return "diffusers"
     formats = {FORMATS.get(layer.descriptor.media_type) for layer in layers}
     return next((word for word in FORMATS.values() if word in formats), None)
 

@@ -10,7 +10,6 @@ from functools import partial
 
 import tenacity
 
-from clowder_aimage.dialect.packing import has_packed_layers
 from clowder_aimage.engine.backoff import compute_backoff
 from clowder_aimage.engine.event import PullingEvent
 from clowder_aimage.engine.executor import run_io
@@ -19,6 +18,7 @@ from clowder_aimage.errors import AImageError, NotFoundError, VerificationError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.completeness import check_stored, describe_missing, suggest_completion
 from clowder_aimage.layout.stored_aimage import StoredAImage, read_stored
+from clowder_aimage.layout.unpacking import needs_unpacking
 from clowder_aimage.model.runnable import describe, prepare
 from clowder_aimage.oci import Descriptor, Reference
 
@@ -64,7 +64,8 @@ def read_model(store: ImageLayout, root: Descriptor, *, unpacks: bool = False) -
     unpacks: it is unpacked now, if it is packed and complete. Raises NotFoundError, ContentError.
     """
     stored = read_stored(store, root)
-    if unpacks and has_packed_layers(stored.aimage) and check_stored(store, stored).is_complete:
+    if unpacks and needs_unpacking(store, stored):
+        _log.info("unpacking", extra={"digest": str(root.digest), "bytes": stored.size})
         with store.lease(root.digest) as lease:
             stored = prepare(store, stored, lease)
     else:

@@ -77,7 +77,13 @@ def find_unpacked(store: ImageLayout, stored: StoredAImage, lease: Lease | None)
     return replace(found.aimage, subject=stored.aimage.subject)
 
 
-def unpack(store: ImageLayout, stored: StoredAImage, lease: Lease) -> AImage:
+def needs_unpacking(store: ImageLayout, stored: StoredAImage) -> bool:
+    """Return True if a packed AImage is complete in the store, and its files are not."""
+    is_packed_only = has_packed_layers(stored.aimage) and not find_unpacked(store, stored, None)
+    return is_packed_only and all(map(store.exists, stored.manifest.children))
+
+
+def unpack_layers(store: ImageLayout, stored: StoredAImage, lease: Lease) -> AImage:
     """Return an AImage of unpacked files, leased: those in the store, or new ones.
 
     Raises:

@@ -9,7 +9,7 @@ from clowder_aimage.dialect.packing import has_packed_layers
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.completeness import open_complete
 from clowder_aimage.layout.stored_aimage import StoredAImage
-from clowder_aimage.layout.unpacking import find_unpacked, unpack
+from clowder_aimage.layout.unpacking import find_unpacked, unpack_layers
 from clowder_aimage.model.arrangement import arrange
 from clowder_aimage.oci import Reference
 
@@ -26,8 +26,8 @@ def open_runnable(store: ImageLayout, reference: Reference, lease: Lease) -> Sto
 
 
 def prepare(store: ImageLayout, stored: StoredAImage, lease: Lease) -> StoredAImage:
-    """Return a complete AImage as it is run. Raises as ``unpack`` and ``arrange``."""
-    aimage = arrange(store, unpack(store, stored, lease))
+    """Return a complete AImage as it is run. Raises as ``unpack_layers`` and ``arrange``."""
+    aimage = arrange(store, unpack_layers(store, stored, lease))
     return stored if aimage is stored.aimage else replace(stored, aimage=aimage)
 
 

@@ -612,6 +612,7 @@ COVERED = {
             "layout/description.py",
             "layout/metadata.py",
             "layout/repository_record.py",
+            "layout/unpacking.py",
             "registry/docker_config.py",
             "registry/host_settings.py",
         ),

@@ -9,6 +9,7 @@ import click
 from click.core import ParameterSource
 
 from clowder_aimage.cli.console.option import TextOption, get_settings
+from clowder_aimage.cli.console.output import remark
 from clowder_aimage.cli.worker.choice import find_default_worker
 from clowder_aimage.errors import AImageError, NotFoundError, UsageError
 from clowder_aimage.model.stored_ability import find_ability
@@ -19,6 +20,7 @@ from clowder_aimage.model.text.text_facts import is_embedder
 if TYPE_CHECKING:
     from clowder_aimage.dialect import AImage
     from clowder_aimage.engine.worker_client import WorkerClient
+    from clowder_aimage.layout.stored_aimage import StoredAImage
     from clowder_aimage.oci import Reference
 
 # Options of both kinds.
@@ -57,11 +59,9 @@ def _find_capabilities(
     """
     if client is not None:
         return _ask_worker(client, reference) or ()
-    from clowder_aimage.engine.model_fetch import read_model
-
     layout = get_settings().layout
     try:
-        stored = read_model(layout, layout.resolve(reference), unpacks=True)
+        stored = _read_unpacked(reference)
     except NotFoundError:
         default = None if local else find_default_worker(reference)
         found = _ask_worker(default[0], reference) if default else None
@@ -76,6 +76,19 @@ def _find_capabilities(
     if ability.fault:
         ability.check(reference)
     return ability.capabilities
+
+
+def _read_unpacked(reference: Reference) -> StoredAImage:
+    """Return an AImage of the store; it is unpacked now if it is packed, which may take long."""
+    from clowder_aimage.engine.model_fetch import read_model
+    from clowder_aimage.layout.stored_aimage import read_stored
+    from clowder_aimage.layout.unpacking import needs_unpacking
+
+    layout = get_settings().layout
+    root = layout.resolve(reference)
+    if needs_unpacking(layout, read_stored(layout, root)):
+        remark(f"unpacking {reference}")
+    return read_model(layout, root, unpacks=True)
 
 
 def _ask_worker(client: WorkerClient, reference: Reference) -> tuple[str, ...] | None:
