@@ -28,6 +28,7 @@ from clowder_aimage.formats.diffusers import MODEL_INDEX, is_component, read_cla
 from clowder_aimage.formats.family_weights import has_transformer, is_transformer
 from clowder_aimage.formats.file_content import GGUF, ONNX, PICKLE, TORCHSCRIPT, identify
 from clowder_aimage.formats.file_content import SAFETENSORS as FILE_SAFETENSORS
+from clowder_aimage.formats.left_out import is_export
 from clowder_aimage.formats.other_files import find_models, format_models
 from clowder_aimage.formats.shard_index import read_file
 
@@ -127,7 +128,10 @@ def _detect_directory(root: Path) -> str:
         LORA: lora.CONFIG in names,
         TRANSFORMERS: is_transformers,
         gguf.FORMAT: gguf.ENDING in endings,
-        onnx.FORMAT: onnx.ENDING in endings,
+        onnx.FORMAT: any(
+            name.lower().endswith(onnx.ENDING) and not (is_transformers and is_export(name))
+            for name in names
+        ),
         savedmodel.FORMAT: bool(names & {savedmodel.BINARY, savedmodel.TEXT}),
     }
     fits = [kind for kind, does in does_fit.items() if does]

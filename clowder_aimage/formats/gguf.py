@@ -24,6 +24,7 @@ from clowder_aimage.oci import mediatype
 FORMAT = "gguf"
 ENDING = ".gguf"
 PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<total>\d{5})\.gguf", re.DOTALL)
+_ONE = "pass the file of one model"
 # Names in a message.
 _SHOWN = 5
 
@@ -96,7 +97,9 @@ def _take_directory(root: Path) -> Inventory:
         names = ", ".join(model.files[0].name for model in candidates[:_SHOWN])
         raise UsageError(
             f"{root} contains {len(candidates)} GGUF models: {names}",
-            hint="pass the file of one model",
+            hint=_ONE,
+            remedy="whole_files",
+            other=_ONE,
         )
     companions = [model for model in projectors if model is not candidates[0]]
     return _build_inventory(candidates[0], companions, model_tree.read_license(root))

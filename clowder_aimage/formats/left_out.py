@@ -33,6 +33,8 @@ _COPY = re.compile(
     r"|model(-\d+-of-\d+)?\.\w+(-\d+-of-\d+)?\.safetensors(\.index\.json)?"
     r"|adapter_model\.bin"
 )
+# Exports of a Transformers model, as repositories of the hub have them at the top.
+_EXPORT = re.compile(r"model(_\w+)?\.onnx|(model|\d+)(-\w+)?\.tflite")
 _INDEX = re.compile(r".*\.(safetensors|bin|h5|msgpack)\.index(\.\w+)?\.json")
 _TRAINING = re.compile(
     r"training_args\.bin|(optimizer|scheduler|sampler)(_\d+)?\.(pt|bin)|scaler\.pt"
@@ -61,6 +63,11 @@ def _find_reason(name: str) -> str:
 def is_copy(name: str) -> bool:
     """Return True if a weight file of this name is a copy, if there are others beside it."""
     return _COPY.fullmatch(name) is not None
+
+
+def is_export(name: str) -> bool:
+    """Return True if a file of this name is a Transformers model in another format."""
+    return _EXPORT.fullmatch(name) is not None
 
 
 def divide(names: Iterable[str], packed: Collection[str]) -> tuple[list[str], list[LeftOut]]:

@@ -45,6 +45,9 @@ def complete(root: Path, inventory: Inventory, kind: str, reason: str = "") -> I
     """
     tree = _list_tree(root)
     kept, omitted = left_out.divide(tree.files, _list_packed(root, inventory))
+    exports = [name for name in kept if kind == "transformers" and left_out.is_export(name)]
+    omitted += [LeftOut(name, left_out.COPY) for name in exports]
+    kept = [name for name in kept if name not in exports]
     models = dict(_find_models(tree.files, kept))
     if models and not reason:
         raise _build_error(root, kind, models)

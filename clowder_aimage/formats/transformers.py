@@ -110,6 +110,9 @@ def _read(directory: Path) -> tuple[Mapping[str, Any], list[Path]]:
     originals = [path for path in paths if not is_copy(path.name)]
     if any(path.name.endswith(_WEIGHTS) for path in originals):
         paths = originals
+    if not any(path.name.endswith(_INDEX) for path in paths):
+        # Transformers loads this one, whatever is beside it.
+        paths = [path for path in paths if path.name == MODULE_WEIGHTS] or paths
     config = model_tree.read_object(directory, directory / "config.json")
     if not _find_class(config):
         raise FormatError(f"{directory / 'config.json'} has neither architectures nor model_type")

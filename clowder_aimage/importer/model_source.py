@@ -79,7 +79,8 @@ class ModelForm:
     and any file or directory is packed. ``compression`` applies to whole files. ``adapters`` are
     names and paths, ``extras`` additional layers. ``variant`` selects weights of a diffusers
     pipeline, such as fp16. ``like`` supplies missing components of an image model. With a format,
-    or if ``is_chosen``, other models beside the one are left out instead of refused.
+    if ``is_chosen``, and in a snapshot of the Hugging Face cache, other models beside the one are
+    left out instead of refused.
     """
 
     format: str | None = None
@@ -145,7 +146,8 @@ def _complete(path: Path, kind: str, inventory: Inventory, form: ModelForm) -> I
         return inventory
     if form.whole_files or kind in (whole_files.FORMAT, savedmodel.FORMAT):
         return complete_whole(path, inventory)
-    reason = f"another model than the one in {kind}" if form.format or form.is_chosen else ""
+    is_chosen = form.format or form.is_chosen or path.parent.name == "snapshots"
+    reason = f"another model than the one in {kind}" if is_chosen else ""
     return complete(path, inventory, kind, UNNAMED if kind == DIFFUSERS else reason)
 
 

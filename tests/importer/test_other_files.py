@@ -150,6 +150,7 @@ LEFT_OUT = [
     ("model.fp16.safetensors", "model.fp16.safetensors", COPY),
     ("consolidated.safetensors", "consolidated.safetensors", COPY),
     ("pytorch_model.bin.index.json", "pytorch_model.bin.index.json", COPY),
+    *((name, name, COPY) for name in ("model.onnx", "model_quantized.onnx", "64-8bits.tflite")),
     ("rust_model.ot", "rust_model.ot", COPY),
     ("checkpoint-500/optimizer.pt", "checkpoint-500/", TRAINING),
     ("additional_chat_templates/tool_use.jinja", "", ""),
@@ -210,6 +211,11 @@ def test_other_models_are_refused_or_left_out_by_choice(tmp_path: Path, kind: st
     made = pack(root, ModelForm(format=kind))
     assert made.descriptor == before.descriptor
     assert names_left_out(made) >= shown
+
+
+def test_a_snapshot_of_the_hub_needs_no_format(tmp_path: Path) -> None:
+    root = write(tmp_path / "snapshots" / "c0ffee", DIRECTORIES["transformers"] | SEVERAL)
+    assert names_left_out(pack(root)) >= {"head.pth", "nmp/", "nmp.tflite"}
 
 
 def test_models_of_one_kind_are_not_mixed(tmp_path: Path) -> None:
