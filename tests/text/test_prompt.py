@@ -136,6 +136,8 @@ def mark_parts(message: dict[str, Any]) -> dict[str, Any]:
         ("{{ messages[0].content }}", [USER, ANSWER, USER | {"content": "and now?"}]),
         ("{{ messages[-1].content[:4] }}", [USER | {"content": "one two three four five"}]),
         ("Answer!", [USER]),
+        ("Answer!", [USER | {"content": "An"}]),
+        ("Answer!", [USER | {"content": f"question {at}"} for at in range(20)]),
         (LOOP + "{% endfor %}", [USER]),
         (
             "{% for m in messages if m.role == 'system' %}{{ m.content }}{% endfor %}",

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 from clowder_aimage.document.strict_json import read_json
 from clowder_aimage.errors import FormatError, UsageError
+from clowder_aimage.model.text.content_form import ContentForms, join_parts
 from clowder_aimage.model.text.language_model import GRAMMAR, TextNotice, TextRequest, require
 from clowder_aimage.model.text.prompt_check import LEAST_SHARE, find_lost
 from clowder_aimage.model.text.template_file import DEFAULT, TOOL_USE
@@ -23,6 +24,8 @@ from clowder_aimage.model.text.tool_call_format import has_tools
 
 # The tag of transformers, which some templates know
 _TAG = "CONTINUE_FINAL_MESSAGE_TAG "
+# Characters of a text that may be in any prompt
+_SHORT = 16
 _MAX_ARGUMENTS = 1 << 20  # bytes of a call
 
 
@@ -101,30 +104,38 @@ class ChatTemplate:
         prompt = variant.render({**options, **values})
         if request.is_continued:
             prompt = _cut_at_tag(prompt)
-        return prompt, replace(notice, warnings=(*notice.warnings, *self._check(request, prompt)))
+        warnings = self._check(request, prompt, variant.forms)
+        return prompt, replace(notice, warnings=(*notice.warnings, *warnings))
 
-    def _check(self, request: TextRequest, prompt: str) -> list[str]:
+    def _check(self, request: TextRequest, prompt: str, forms: ContentForms) -> list[str]:
         """Return warnings about texts that a prompt lacks. Raises UsageError for the question."""
-        warnings = _check_tools(request, prompt)
-        roles = [message.get("role") for message in request.messages]
-        asked = max((at for at, role in enumerate(roles) if role == "user"), default=-1)
-        asked = len(roles) - 1 if request.is_continued else asked
-        texts = (
-            (number, text)
+        names = [
+            f"messages[{number}] ({message.get('role')})"
             for number, message in enumerate(request.messages)
-            for text in self._list_texts(message)
-        )
-        for number, share in find_lost(texts, prompt).items():
-            field = f"messages[{number}] ({roles[number]})"
-            if share <= LEAST_SHARE and number == asked:
+        ]
+        asked = _list_asked(request)
+        shares = find_lost(self._iter_texts(request, asked), prompt)
+        for number in asked:
+            if shares.get(number, 1.0) <= LEAST_SHARE or _is_chance(request, number, forms):
                 raise UsageError(
-                    f"the model's chat template leaves out the text of {field}, so that the model"
-                    " cannot answer it",
+                    f"the model's chat template leaves out the text of {names[number]}, so that the"
+                    " model cannot answer it",
                     field="messages",
                 )
+        warnings = _check_tools(request, prompt)
+        every = range(len(names))
+        for number, share in find_lost(self._iter_texts(request, every), prompt).items():
             part = "the text" if share <= LEAST_SHARE else "a part of the text"
-            warnings.append(f"the model's chat template leaves out {part} of {field}")
+            warnings.append(f"the model's chat template leaves out {part} of {names[number]}")
         return warnings
+
+    def _iter_texts(
+        self, request: TextRequest, numbers: Iterable[int]
+    ) -> Iterator[tuple[int, str]]:
+        """Yield the numbers and the texts of messages."""
+        for number in numbers:
+            for text in self._list_texts(request.messages[number]):
+                yield number, text
 
     def _list_texts(self, message: Mapping[str, Any]) -> list[str]:
         """Return the texts of a message, without earlier thoughts, which templates leave out."""
@@ -174,6 +185,20 @@ class ChatTemplate:
         if not self._has_short_ids or re.fullmatch(r"[A-Za-z0-9]{9}", text):
             return text
         return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:9]
+
+
+def _list_asked(request: TextRequest) -> list[int]:
+    """Return the numbers of the messages without which there is nothing to answer."""
+    roles = [message.get("role") for message in request.messages]
+    users = [number for number, role in enumerate(roles) if role == "user"]
+    return [*users[-1:], *([len(roles) - 1] if request.is_continued else [])]
+
+
+def _is_chance(request: TextRequest, number: int, forms: ContentForms) -> bool:
+    """Return True if a short text is in a prompt by chance: the template leaves out its role."""
+    message = request.messages[number]
+    text = join_parts(message.get("content") or "").strip()
+    return 0 < len(text) < _SHORT and forms.find(str(message.get("role"))).is_left_out
 
 
 def _check_tools(request: TextRequest, prompt: str) -> list[str]:
