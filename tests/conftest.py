@@ -84,7 +84,9 @@ def pytest_configure() -> None:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip what a gateway does otherwise than a worker, with the reason."""
-    program.is_fast = not any(map(item.get_closest_marker, ("integration", "slow")))
+    is_marked = any(map(item.get_closest_marker, ("integration", "slow")))
+    # With a gateway each test needs NATS
+    program.is_fast = not (is_marked or item.config.getoption("--gateway"))
     marked = item.get_closest_marker("worker_only")
     if marked is not None and item.config.getoption("--gateway"):
         pytest.skip(f"at a gateway: {marked.args[0]}")

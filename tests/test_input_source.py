@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -83,12 +83,26 @@ def test_a_file_and_stdin_are_read(store: ImageLayout, tmp_path: Path) -> None:
     [
         f"data:image/png;base64,{base64.b64encode(PICTURE).decode()}",
         f"DATA:;base64,{base64.b64encode(PICTURE).decode().rstrip('=')}",
+        f"data:image/png;base64;charset=utf-8,\n{base64.encodebytes(PICTURE).decode()}",
         "data:,%89PNG%20a%20picture",
         "data:image/png;charset=x,%89PNG a picture",
     ],
 )
 def test_a_data_url_is_decoded(store: ImageLayout, text: str) -> None:
     assert read_input(InputSource(store, ClientOptions), text) == PICTURE
+
+
+@pytest.mark.parametrize(
+    "first", [b"\x89PNG\r\n\x1a\n\0\0\0\r", b"\xff\xd8\xff\xe0", b"RIFF0000WEBP"]
+)
+@pytest.mark.parametrize("encode", [base64.encodebytes, base64.urlsafe_b64encode])
+@pytest.mark.parametrize("prefix", ["", "data:image/png,"])
+def test_base64_alone_is_known_by_its_first_bytes(
+    store: ImageLayout, first: bytes, encode: Callable[[bytes], bytes], prefix: str
+) -> None:
+    data = first + bytes(range(200, 256)) * 2
+    for source in (InputSource(store, ClientOptions), user(store)):
+        assert read_input(source, prefix + encode(data).decode()) == data
 
 
 @pytest.mark.parametrize(

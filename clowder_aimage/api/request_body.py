@@ -117,7 +117,8 @@ class RequestBody(BaseModel):
         """Return the values of a field that count as absent in rules."""
         field = cls.model_fields.get(name)
         default = field.default if field and isinstance(field.default, int | float | str) else None
-        return [*_UNSET, *([] if default in _UNSET else [default])]
+        is_listed = any(type(unset) is type(default) and unset == default for unset in _UNSET)
+        return [*_UNSET, *([] if is_listed else [default])]
 
     def is_set(self, name: str) -> bool:
         """Return True if the body has a field with a value that does not count as absent."""

@@ -264,11 +264,11 @@ def _decode_data_url(text: str, label: str) -> bytes:
         raise UsageError(
             f"{label} is not a valid data: URL", hint="expected data:image/png;base64,"
         )
-    kind = head[len("data:") :].partition(";")[0].strip().lower()
+    kind, *parameters = (part.strip().lower() for part in head[len("data:") :].split(";"))
     if kind not in DECLARED_TYPES:
         raise UsageError(f"{label} has the type {kind[:60]!a}", hint="use a PNG, JPEG or WebP file")
     data = unquote_to_bytes(body) if "%" in body or not body.isascii() else body.encode()
-    if head.rstrip().lower().endswith(";base64"):
+    if "base64" in parameters or _BARE.match(body.lstrip()):
         return _decode_base64(data, label)
     return _check_size(data, label)
 

@@ -59,7 +59,10 @@ def output_lines(client: Any, name: str | None) -> dict[str, Any]:
 
 
 def test_a_batch_is_run_and_its_output_is_a_file(client: Any, worker: LocalWorker) -> None:
-    batch = begun(client, line("a", seed=7), "", line("b"), line("c", n=0), metadata={"k": "v"})
+    lines = (line("a", seed=7), "", "\ufeff" + line("b", loras=[], new=1), line("c", n=0))
+    batch = begun(
+        client, *lines, metadata={"k": "v"}, extra_body={"metadata": {"k": "v", "l": None}}
+    )
     assert batch.status == "validating" and batch.object == "batch"
     done = ended(client, batch)
     assert (done.status, done.metadata) == ("completed", {"k": "v"})
@@ -67,6 +70,7 @@ def test_a_batch_is_run_and_its_output_is_a_file(client: Any, worker: LocalWorke
     assert done.in_progress_at and done.completed_at and done.expires_at == done.created_at + 86400
     good, bad = output_lines(client, done.output_file_id), output_lines(client, done.error_file_id)
     assert set(good) == {"a", "b"} and set(bad) == {"c"}
+    assert good["b"]["response"]["ignored"] == ["new"] and "ignored" not in good["a"]["response"]
     assert bad["c"]["response"]["body"]["error"]["param"] == "n"
     assert (bad["c"]["response"]["status_code"], bad["c"]["error"]) == (400, None)
     made = client.images.generate(

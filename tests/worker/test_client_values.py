@@ -11,6 +11,7 @@ import pytest
 
 pytest.importorskip("aiohttp", reason="aiohttp is not installed")
 
+from clowder_aimage.api.batch.operation import BatchBody
 from clowder_aimage.api.ollama.generate import OllamaPictureBody
 from clowder_aimage.api.ollama.text_body import OllamaChatBody, OllamaEmbedBody, OllamaPromptBody
 from clowder_aimage.api.picture.request import EditRequest, ImageRequest, read_request
@@ -22,6 +23,7 @@ from clowder_aimage.http.api_error import ApiError
 from clowder_aimage.pictures.input_file import decode_base64
 
 USER = {"role": "user", "content": "a"}
+BATCH = {"input_file_id": "a", "endpoint": "/v1/embeddings", "completion_window": "24h"}
 LEAST = -(1 << 63)
 MOST = (1 << 64) - 1
 
@@ -29,7 +31,7 @@ MOST = (1 << 64) - 1
 def read(kind: type[RequestBody], fields: dict[str, Any], *, is_form: bool = False) -> Any:
     """Return a body with these fields, and those that it requires."""
     required = {"messages": [USER]} if kind in (ChatRequest, OllamaChatBody) else {"prompt": "a"}
-    body = required | fields
+    body = (BATCH if kind is BatchBody else required) | fields
     if issubclass(kind, ImageRequest):
         return read_request(body, kind, is_form=is_form)
     return check_fields(read_object(json.dumps(body).encode()), kind)
@@ -150,12 +152,18 @@ def test_ollamas_stop_is_a_flag_or_texts() -> None:
             ChatRequest,
             {"tools": [{"type": None, "function": {"name": "a", "parameters": None}}]},
         ),
+        (BatchBody, {"metadata": {"a": None}, "output_expires_after": None, "prompt": None}),
         (ImageRequest, {"loras": [{"model": "a", "strength": None}], "output": None}),
     ],
     ids=str,
 )
 def test_null_counts_as_absent_inside_objects(kind: type[RequestBody], fields: Any) -> None:
     assert not [*read(kind, fields).iter_ignored()]
+
+
+def test_alternatives_of_no_log_probabilities_ask_for_nothing() -> None:
+    body = read(ChatRequest, {"logprobs": False, "top_logprobs": 0})
+    assert body.build_requests()[0].alternatives is None
 
 
 def test_numbers_of_tokens_may_have_no_bound() -> None:

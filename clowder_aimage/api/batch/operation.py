@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, NotRequired
 
-from pydantic import AfterValidator, ConfigDict, Field
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 from typing_extensions import TypedDict
 
 from clowder_aimage.api.batch.stored_file import LIFETIME, FileObject, Owner
@@ -32,6 +32,12 @@ class FileExpiry(RequestBody):
     seconds: Annotated[int, Field(ge=MIN_LIFETIME, le=LIFETIME)]
 
 
+def _leave_out_nulls(value: object) -> object:
+    if not isinstance(value, dict):
+        return value
+    return {key: text for key, text in value.items() if text is not None}
+
+
 def _check_metadata(value: dict[str, str]) -> dict[str, str]:
     is_short = all(len(key) <= _KEY and len(text) <= _VALUE for key, text in value.items())
     if len(value) > _PAIRS or not is_short:
@@ -54,12 +60,13 @@ class BatchBody(OpenBody):
     metadata: (
         Annotated[
             dict[str, str],
+            BeforeValidator(_leave_out_nulls),
             AfterValidator(_check_metadata),
             Field(
                 json_schema_extra={
                     "maxProperties": _PAIRS,
                     "propertyNames": {"maxLength": _KEY},
-                    "additionalProperties": {"type": "string", "maxLength": _VALUE},
+                    "additionalProperties": {"type": ["string", "null"], "maxLength": _VALUE},
                 }
             ),
         ]

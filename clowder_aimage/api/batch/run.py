@@ -16,6 +16,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import unquote
 
 import tenacity
 from aiohttp import web
@@ -32,6 +33,7 @@ from clowder_aimage.api.batch.stored_file import (
     iter_lines,
     remove_expired,
 )
+from clowder_aimage.api.request_body import IGNORED
 from clowder_aimage.engine.batch_line import MAX_LINE, OVER, BatchRequest, read_line
 from clowder_aimage.engine.executor import run_io
 from clowder_aimage.errors import (
@@ -462,6 +464,8 @@ def _format_answer(request: BatchRequest, name: str, response: web.StreamRespons
     with contextlib.suppress(FormatError):
         value = read_json(body, "an answer", MAX_ANSWER)
     answer = {"status_code": response.status, "request_id": name, "body": value}
+    if listed := response.headers.get(next(iter(IGNORED))):
+        answer["ignored"] = [unquote(path) for path in listed.split(", ")]
     return _format_line(request, answer, None)
 
 

@@ -331,8 +331,8 @@ class ChatRequest(TextBody):
         default=None, description="Newer name of `max_tokens`, and used if both are set."
     )
     logprobs: bool = Field(default=False, description="Return the log probability of each token.")
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_ALTERNATIVES)] | None = Field(
-        default=None, description="The most probable tokens at each place; requires `logprobs`."
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_ALTERNATIVES)] = Field(
+        default=0, description="The most probable tokens at each place; requires `logprobs`."
     )
     response_format: TextFormat | None = Field(
         default=None, description="An error (400) where the runtime of the model has no grammars."
@@ -436,7 +436,7 @@ class ChatRequest(TextBody):
             max_tokens=self.max_completion_tokens or self.max_tokens,
             sampling=self.build_sampling(),
             stop=tuple(self.stop),
-            alternatives=(self.top_logprobs or 0) if self.logprobs else None,
+            alternatives=self.top_logprobs if self.logprobs else None,
             schema=self.response_format.schema_of_answer if self.response_format else None,
             must_call=self._must_call,
             has_one_call=is_named or not self.parallel_tool_calls,
