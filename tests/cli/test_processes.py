@@ -22,6 +22,7 @@ CALLS = {
     "attach": ("x file", 2),
     "referrers": ("x", 2),
     "run": ("x prompt --steps 0", 2),
+    "embed": ("x", 2),
     "batch": ("missing.jsonl", 3),
     "replay": ("x.png", 3),
     "save": ("x -o x.tar", 3),
