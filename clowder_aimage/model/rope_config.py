@@ -1,8 +1,7 @@
 """Rotary position embeddings without arrays of a library: configurations and frequencies.
 
-Both forms of transformers are read: ``rope_parameters`` (5), which may have an object for each type
-of layer, and ``rope_theta`` with ``rope_scaling`` (4). Sources: transformers,
-``modeling_rope_utils.py``; YaRN (arXiv 2309.00071), LongRoPE (arXiv 2402.13753).
+Sources: transformers, ``modeling_rope_utils.py``; YaRN (arXiv 2309.00071), LongRoPE (arXiv
+2402.13753).
 """
 
 from __future__ import annotations
@@ -16,57 +15,13 @@ import numpy as np
 import numpy.typing as npt
 
 from clowder_aimage.errors import ModelError
+from clowder_aimage.model.rope_setting import KINDS, find_rope_kind
 from clowder_aimage.tensor.config_fields import ConfigFields
 
 Floats = npt.NDArray[np.float32]
 # The logarithm of the base is a divisor
 MIN_THETA = 1.001
-# Names of the field for the base, and for the rotated share of a head
-_THETAS = ("rope_theta", "rotary_emb_base")
-_SHARES = ("partial_rotary_factor", "rotary_pct")
-# Older names of a kind. Dynamic scaling changes only texts longer than the model's context, which
-# are refused
-_KINDS = {"su": "longrope", "dynamic": "default", "mrope": "default"}
 _MAX_FACTOR = 1e6
-FULL, SLIDING, ALL = "full_attention", "sliding_attention", ""
-
-
-def list_rope_settings(
-    config: Mapping[str, Any], theta: float = 10000.0
-) -> dict[str, dict[str, Any]]:
-    """Return the settings of the rotary embedding by type of layer; ALL stands for all layers.
-
-    theta: the base of a model that states none. Raises ModelError.
-    """
-    scaling, parameters = config.get("rope_scaling"), config.get("rope_parameters")
-    for value in (scaling, parameters):
-        if value is not None and not isinstance(value, dict):
-            raise ModelError("rope_parameters of config.json must be an object")
-    nested = {key: value for key, value in (parameters or {}).items() if isinstance(value, dict)}
-    if not nested and config.get("rope_local_base_freq") is not None:
-        nested = {FULL: parameters or {}, SLIDING: {"rope_theta": config["rope_local_base_freq"]}}
-    if nested and scaling:
-        nested[FULL] = {**nested.get(FULL, {}), **scaling}
-    usual = {"rope_theta": _find(config, _THETAS, theta)}
-    if (share := _find(config, _SHARES)) is not None:
-        usual["partial_rotary_factor"] = share
-    if (length := config.get("original_max_position_embeddings")) is not None:
-        usual["original_max_position_embeddings"] = length
-    return {
-        layer: usual | {key: value for key, value in settings.items() if value is not None}
-        for layer, settings in (nested or {ALL: scaling or parameters or {}}).items()
-    }
-
-
-def find_rope_kind(settings: Mapping[str, Any]) -> str:
-    """Return the kind of scaling of a layer; empty if it is unknown."""
-    kind = settings.get("rope_type", settings.get("type", "default"))
-    kind = _KINDS.get(kind, kind) if isinstance(kind, str) else ""
-    return kind if kind in _PARSERS else ""
-
-
-def _find(config: Mapping[str, Any], keys: tuple[str, ...], default: Any = None) -> Any:
-    return next((config[key] for key in keys if config.get(key) is not None), default)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +63,7 @@ class RopeConfig:
         if not (kind := find_rope_kind(settings)):
             raise fields.refuse(
                 "rope_type" if "rope_type" in settings else "type",
-                f"only {', '.join(_PARSERS)} are supported",
+                f"only {', '.join(KINDS)} are supported",
             )
         return cls(dim, theta, kind, **_PARSERS[kind](fields, length))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from clowder_aimage.model.rope_config import FULL, SLIDING
+from clowder_aimage.model.rope_setting import FULL, SLIDING
 
 _USUAL = {
     "hidden_size": 64,

@@ -101,6 +101,11 @@ MODELS: dict[str, tuple[Any, tuple[str, ...], str]] = {
         (),
         "no network of the type 'unheard_of'",
     ),
+    "an activation that the network lacks": (
+        lambda to: write_model(to, hidden_act="gelu"),
+        (),
+        "hidden_act = 'gelu' is not supported",
+    ),
     "states without a pooling": (
         lambda to: change(write_model(to), architectures=["Qwen3Model"]),
         (),

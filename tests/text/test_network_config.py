@@ -82,6 +82,16 @@ def test_longrope_is_short_unless_a_longer_context_is_requested() -> None:
     np.testing.assert_allclose(short[1] * factors[0], extended[1] * factors[1], rtol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["su", "yarn", "longrope"])
+def test_older_names_of_longrope(name: str) -> None:
+    config = make_four(make_five("phi3", "longrope"))
+    scaling = {key: config["rope_scaling"][key] for key in ("short_factor", "long_factor")}
+    older = {**config, "rope_scaling": {"type": name, **scaling}}
+    older["original_max_position_embeddings"] = 64
+    assert make_network(older).limit == 64
+    assert_same(read_rotary(older), read_rotary(config))
+
+
 @pytest.mark.parametrize(
     ("kind", "config", "limit"),
     [

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from clowder_aimage.model.rope_config import ALL, RopeConfig, list_rope_settings
+from clowder_aimage.model.rope_config import RopeConfig
+from clowder_aimage.model.rope_setting import ALL, list_rope_settings
 from clowder_aimage.tensor.config_fields import MAX_LAYERS, MAX_SIZE, ConfigFields
 
 # Of a configuration without one (transformers, Qwen3Config and Qwen2Config)

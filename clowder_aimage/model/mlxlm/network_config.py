@@ -13,7 +13,7 @@ from typing import Any
 
 from clowder_aimage.errors import ModelError
 from clowder_aimage.model.mlxlm.network_kind import PROMISED, NetworkKind
-from clowder_aimage.model.rope_config import ALL, FULL, SLIDING, list_rope_settings
+from clowder_aimage.model.rope_setting import ALL, FULL, SLIDING, list_rope_settings
 
 _ROPE = ("rope_theta", "rope_parameters", "rope_scaling", "rotary_emb_base", "rope_local_base_freq")
 _PATTERN, _TYPES, _WINDOW = "sliding_window_pattern", "layer_types", "sliding_window"
@@ -32,6 +32,15 @@ def translate_config(config: Mapping[str, Any], parameters: Collection[str]) -> 
         stated = {key: inner[key] for key in parameters if key in inner and key not in config}
         return {**stated, **config, "text_config": inner}
     return _translate_text(config, kind, parameters)
+
+
+def find_fault(config: Mapping[str, Any]) -> str:
+    """Return why a promised network does not compute a configuration; empty if it may."""
+    try:
+        translate_config(config, ("text_config",))
+    except ModelError as error:
+        return error.message
+    return ""
 
 
 def get_text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -14,13 +14,8 @@ from typing import Any
 from clowder_aimage.errors import ModelError
 from clowder_aimage.model.mlxlm.network_config import divide_heads, find_kind, get_text_config
 from clowder_aimage.model.mlxlm.rotary import Rotary, ScaledRope
-from clowder_aimage.model.rope_config import (
-    ALL,
-    FULL,
-    RopeConfig,
-    find_rope_kind,
-    list_rope_settings,
-)
+from clowder_aimage.model.rope_config import RopeConfig
+from clowder_aimage.model.rope_setting import ALL, FULL, find_rope_kind, list_rope_settings
 
 _LAYER = re.compile(r"(?:^|\.)layers\.([0-9]+)\.")
 _NAME = "rope_parameters of config.json"

@@ -137,6 +137,9 @@ def _read_transformers_facts(store: ImageLayout, aimage: AImage) -> TextFacts:
     ability = Ability((COMPLETION,), MLX_LM, network)
     if not (_has(aimage, "tokenizer.json") or _has(aimage, "vocab.json", "merges.txt")):
         return TextFacts(replace(ability, fault=_NO_TOKENIZER), context, template)
+    settings = importlib.import_module("clowder_aimage.model.mlxlm.network_config")
+    if fault := str(settings.find_fault(config)):
+        return TextFacts(replace(ability, fault=fault), context, template)
     try:
         has_pooling = read_recipe(read).has_pooling
     except ModelError as error:
