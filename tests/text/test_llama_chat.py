@@ -83,14 +83,19 @@ def test_calls_of_functions(tmp_path: Path) -> None:
     assert isinstance(end, TextEnd) and end.reason == TOOL_CALLS
 
 
-def test_mark_that_is_a_special_token_begins_calls(tmp_path: Path) -> None:
-    call = CALL.replace("arguments", "parameters")
-    directory = write_model(tmp_path / "model", "llama", says=("<|python_tag|>", call))
+def mark_special(directory: Path) -> LlamaModel:
+    """Load a model whose added tokens in angle brackets are special."""
     stored = json.loads((directory / "tokenizer.json").read_bytes())
     for token in stored["added_tokens"]:
         token["special"] = token["content"].startswith("<|")
     (directory / "tokenizer.json").write_text(json.dumps(stored))
-    model = load(write_gguf(tmp_path / "model.gguf", directory))
+    return load(write_gguf(directory.parent / "model.gguf", directory))
+
+
+def test_mark_that_is_a_special_token_begins_calls(tmp_path: Path) -> None:
+    call = CALL.replace("arguments", "parameters")
+    says = ("<|python_tag|>", call)
+    model = mark_special(write_model(tmp_path / "model", "llama", says=says))
     assert ask(model, tools=(LOOK,))[:-1] == [ToolCall("look", '{"at": "ball"}')]
     # Without tools nothing says what the mark means
     assert text(ask(model)) == f"<|python_tag|>{call}"
@@ -152,3 +157,21 @@ def test_an_answer_is_continued(tmp_path: Path) -> None:
     begun = (*QUESTION, {"role": "assistant", "content": ANSWER[0]})
     events = ask(model, *begun, is_continued=True)
     assert text(events) == "".join(ANSWER[1:])
+
+
+# llama.cpp ends a text at <|end|> unless the vocabulary has the other two
+CHANNELS = ("<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>")
+HARMONY = "{{ messages[0].content }}{{ tools }}<|start|><|message|><|start|>assistant\n"
+
+
+def test_messages_with_channels(tmp_path: Path) -> None:
+    channel, message, end, *others = CHANNELS
+    for name, says, thought, answer in (
+        ("answer", (channel, "analysis", message, "plan", end, "so", *others), "plan", "so"),
+        ("call", (channel, "final to=functions.look", message, "{}", *others[::-1], end), "", ""),
+    ):
+        directory = write_model(tmp_path / name / "model", "qwen2", says=says, template=HARMONY)
+        events = ask(mark_special(directory), tools=(LOOK,))
+        assert (text(events, "thinking"), text(events)) == (thought, answer)
+        calls = [event.name for event in events if isinstance(event, ToolCall)]
+        assert calls == ([] if answer else ["look"])
