@@ -49,12 +49,12 @@ class ModelDescription:
 
     kind: str
     details: ModelDetails
+    ability: Ability
     family: str | None = None
     precision: str | None = None
     stated: dict[str, Any] = field(default_factory=dict)
     defaults: dict[str, Any] | None = None
     max_images: Annotated[int, Ge(1)] = 1
-    ability: Ability = field(default_factory=Ability)
     context: int | None = None
     created: int | None = None
     subject: str | None = None
@@ -132,12 +132,12 @@ def _describe(aimage: AImage, ability: Ability, text: TextFacts | None) -> Model
     return ModelDescription(
         kind,
         build_details(properties),
+        ability,
         family if isinstance(family, str) else None,
         precision if isinstance(precision, str) else None,
         properties.get("defaults", {}),
         defaults,
         get_max_images(properties) if kind == PICTURES else 1,
-        ability,
         text.context if text is not None else None,
         _parse_time(properties.get("created")),
         str(aimage.subject.digest) if aimage.subject is not None else None,

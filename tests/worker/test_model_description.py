@@ -39,6 +39,10 @@ DAMAGE = [
     b'{"version": "%(version)s"}',
     b'{"version": "%(version)s", "model": {}}',
     b'{"version": "%(version)s", "model": {"kind": 5, "details": {}}}',
+    # Of a build that derived less
+    b'{"version": "%(version)s", "model": {"kind": "image", "details": {"parent_model": "", '
+    b'"format": "", "family": "", "families": [], "parameter_size": "", '
+    b'"quantization_level": ""}, "capabilities": ["image"]}}',
     b'{"version": "%(version)s", "model": null, "more": 1}',
     b" " * (1 << 20),
 ]
