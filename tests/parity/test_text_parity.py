@@ -128,8 +128,8 @@ def test_chat_templates_render_as_in_transformers(tmp_path: Path) -> None:
             given, tools=tools, add_generation_prompt=True, tokenize=False
         )
         request = TextRequest(messages=tuple(given), tools=tuple(tools or ()))
-        assert model._template.render(request) == text
-        prompt, _ = model._begin(request)
+        assert model._template.compose(request)[0] == text
+        prompt, *_ = model._begin(request)
         assert prompt.tokens == tokenizer(text, add_special_tokens=False).input_ids
 
 

@@ -120,9 +120,10 @@ def test_settings_of_generations_that_are_not_computed_are_a_warning(tmp_path: P
     neutral = {"num_beams": 1, "no_repeat_ngram_size": 0, "bad_words_ids": None, "top_k": 50}
     assert load(write_model(tmp_path / "a", generation=neutral)).warnings == ()
     used = {"num_beams": 4, "suppress_tokens": [5], "max_new_tokens": 9}
-    assert load(write_model(tmp_path / "b", generation=used)).warnings == (
-        "settings of generation_config.json are not used: num_beams, suppress_tokens",
-    )
+    model = load(write_model(tmp_path / "b", generation=used))
+    said = ("settings of generation_config.json are not used: num_beams, suppress_tokens",)
+    assert model.warnings == said
+    assert [one.warnings for one in write(model) if isinstance(one, TextNotice)] == [said]
 
 
 def test_log_probabilities_have_alternatives_in_order(model: Any) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from clowder_aimage.cli.console.option import get_settings
-from clowder_aimage.cli.console.output import note, note_once
+from clowder_aimage.cli.console.output import note_once
 from clowder_aimage.cli.worker.local_model import LocalOptions, fetch_model
 from clowder_aimage.model.text.language_model import (
     EmbeddingRequest,
@@ -56,7 +56,7 @@ class LocalLanguageModel:
             files, aimage = fetched.aimage.files, stored.aimage
             self._loaded = load_language_model(files, aimage, dtype=dtype, memory=memory)
             for warning in self._loaded.warnings:
-                note(f"warning: {warning}")
+                note_once(f"warning: {warning}")
         return self._loaded
 
     def answer(self, request: TextRequest) -> Generator[TextEvent, None, None]:

@@ -137,6 +137,7 @@ class MlxModel:
     def generate(self, request: TextRequest) -> Generator[TextEvent, None, None]:
         check_request(request, self.capabilities)
         prompt, stream, notice = self._begin(request)
+        notice = replace(notice, warnings=(*self.warnings, *notice.warnings))
         sampling = self._resolve_sampling(request.sampling)
         sampler = TokenSampler(sampling, prompt.tokens, self.context, prompt.begun.count)
         generation = TextGeneration(self._network, self._prompt_cache, self._table, self._ends)
