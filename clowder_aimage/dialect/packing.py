@@ -6,7 +6,7 @@ from clowder_aimage.dialect.aimage import AImage, Layer
 from clowder_aimage.dialect.vendor import MODEL_INDEX
 from clowder_aimage.oci import mediatype
 
-_TAR, _RAW = ".tar", ".raw"
+_TAR, _RAW, _DATA = ".tar", ".raw", ".dataset.v1."
 # Media types of whole files (docs/format.md, Media types): adapters and models.
 _FILES = frozenset(
     {
@@ -51,8 +51,14 @@ def is_packed(layer: Layer) -> bool:
 
 
 def has_packed_layers(aimage: AImage) -> bool:
-    """Return True if a layer of an AImage must be unpacked before it can be used."""
-    return any(is_tar(layer) or is_packed(layer) for layer in aimage.layers)
+    """Return True if a layer of an AImage must be unpacked before it can be run."""
+    return any(map(is_unpacked_to_run, aimage.layers))
+
+
+def is_unpacked_to_run(layer: Layer) -> bool:
+    """Return True for a packed layer other than data to train with, which may be large."""
+    is_data = _DATA in layer.descriptor.media_type
+    return not is_data and (is_tar(layer) or is_packed(layer))
 
 
 def is_known_late(aimage: AImage) -> bool:

@@ -24,7 +24,7 @@ from clowder_aimage.content.tar import TarReader
 from clowder_aimage.dialect import DEFAULT, DIALECTS, AImage, Layer
 from clowder_aimage.dialect.aimage import check_name, check_names
 from clowder_aimage.dialect.layer_name import clean_path
-from clowder_aimage.dialect.packing import has_packed_layers, is_packed, is_tar
+from clowder_aimage.dialect.packing import has_packed_layers, is_tar, is_unpacked_to_run
 from clowder_aimage.dialect.vendor import guess_media_type
 from clowder_aimage.errors import FormatError, NoSpaceError, NotFoundError, StoreError
 from clowder_aimage.layout.description import UNPACKED
@@ -101,7 +101,9 @@ def unpack_layers(store: ImageLayout, stored: StoredAImage, lease: Lease) -> AIm
         if (found := find_unpacked(store, stored, lease)) is not None:
             return found
         unpacker = _Unpacker(store, lease, stored.aimage.algorithm)
-        layers = [part for layer in stored.aimage.layers for part in unpacker.unpack(layer)]
+        parts = (part for layer in stored.aimage.layers for part in unpacker.unpack(layer))
+        # A file may be in several tars
+        layers = dict.fromkeys(parts)
         aimage = AImage(stored.aimage.config, check_names(tuple(layers)))
         _keep(store, stored, aimage, lease)
     return replace(aimage, subject=stored.aimage.subject)
@@ -138,10 +140,10 @@ class _Unpacker:
 
     def unpack(self, layer: Layer) -> Iterator[Layer]:
         """Yield the layers of the files in a layer: itself if it is not packed."""
-        if is_tar(layer):
-            yield from self._unpack_tar(layer)
-        elif not is_packed(layer):
+        if not is_unpacked_to_run(layer):
             yield layer
+        elif is_tar(layer):
+            yield from self._unpack_tar(layer)
         else:
             yield self._decompress(layer)
 

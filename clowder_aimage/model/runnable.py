@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from clowder_aimage.content.store import Lease
 from clowder_aimage.dialect.packing import has_packed_layers
+from clowder_aimage.errors import FormatError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.completeness import open_complete
 from clowder_aimage.layout.stored_aimage import StoredAImage
@@ -19,7 +20,12 @@ def open_runnable(store: ImageLayout, reference: Reference, lease: Lease) -> Sto
 
     Raises NotFoundError, FormatError, and as ``prepare``.
     """
-    stored = prepare(store, open_complete(store, reference, lease), lease)
+    stored = open_complete(store, reference, lease)
+    try:
+        stored = prepare(store, stored, lease)
+    except FormatError as error:
+        error.remedy, error.facts["reference"] = "export_to_pack", str(reference)
+        raise
     stored.aimage.validate()
     store.use(stored.descriptor)
     return stored

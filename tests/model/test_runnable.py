@@ -260,6 +260,26 @@ def test_a_transformers_model_is_at_the_top(
     assert {layer.name for layer in aimage.layers} == {*files}
 
 
+def test_data_stay_packed_and_a_file_may_be_in_two_tars(store: ImageLayout, model: bytes) -> None:
+    tar = f"{KITOPS}model.v1.tar"
+    parts: list[Part] = [
+        (tar, make_tar({"a.gguf": model, "LICENSE": b"free"}), {}),
+        (f"{KITOPS}code.v1.tar", make_tar({"LICENSE": b"free", "b.txt": b"b"}), {}),
+        (f"{KITOPS}dataset.v1.tar", make_tar({"rows.csv": b"1,2"}), {}),
+    ]
+    pack(store, parts, {"model": {"path": "."}}, f"{KITOPS}config.v1+json")
+    aimage = open_once(store)
+    names = [layer.name for layer in aimage.layers]
+    assert names[:3] == ["a.gguf", "LICENSE", "b.txt"]
+    assert len(names) == 4 and names[3] == "dataset.2"
+    assert read_models(store, aimage) == [model]
+    parts[1] = (parts[1][0], make_tar({"LICENSE": b"other"}), {})
+    pack(store, parts, {"model": {"path": "."}}, f"{KITOPS}config.v1+json")
+    with pytest.raises(FormatError, match="duplicate layer name") as refused:
+        open_once(store)
+    assert refused.value.remedy == "export_to_pack"
+
+
 # -- unpacked once, and collected with the packed ones
 
 
