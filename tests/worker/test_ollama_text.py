@@ -187,7 +187,8 @@ def test_only_admins_change_how_long_a_model_stays(worker: LocalWorker, tmp_path
 def test_remarks_of_a_model_are_headers(worker: LocalWorker, stream: bool) -> None:
     body = {"model": "words", "messages": said("notice one"), "stream": stream, "other": 1}
     asked = urllib.request.Request(f"{worker.url}/api/chat", json.dumps(body).encode())
-    status, headers, _ = answer_to(asked)
+    status, headers, answer = answer_to(asked)
+    assert json.loads(answer.splitlines()[-1])["warnings"] == ["the template leaves out Ä"]
     assert (status, headers["X-Aimage-Ignored"]) == (200, "other, reasoning_effort")
     assert headers.get_all("X-Aimage-Warning") == ["the template leaves out \\xc4"]
 

@@ -406,10 +406,13 @@ def test_a_list_that_is_too_long_is_refused_in_a_sentence(worker: LocalWorker) -
 @pytest.mark.parametrize("stream", [False, True])
 def test_remarks_of_a_model_are_headers(worker: LocalWorker, stream: bool) -> None:
     body: dict[str, Any] = {"messages": "notice one", "other": 1, "n": 2, "stream": stream}
+    body["stream_options"] = {"include_usage": True}
     status, headers, answer = ask(worker, **body)
     assert (status, headers["X-Aimage-Ignored"]) == (200, "other, reasoning_effort")
     assert headers.get_all("X-Aimage-Warning") == ["the template leaves out \\xc4"]
     assert b"notice " in answer
+    last = events_of(answer)[-2] if stream else json.loads(answer)
+    assert last["warnings"] == ["the template leaves out Ä"]
     status, _, answer = ask(worker, f"{CHAT}?strict=1", messages=said("notice one"), stream=stream)
     assert (status, json.loads(answer)["error"]["param"]) == (400, "reasoning_effort")
 

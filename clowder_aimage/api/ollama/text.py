@@ -140,6 +140,7 @@ class OllamaText(OllamaRequest):
             prompt_eval_duration=int(end.prompt_seconds * _NS),
             eval_count=end.tokens,
             eval_duration=int(end.seconds * _NS),
+            **({"warnings": self.warnings} if self.warnings else {}),
         )
 
 

@@ -35,6 +35,9 @@ class OllamaText(TypedDict):
     prompt_eval_duration: NotRequired[int]
     eval_count: NotRequired[int]
     eval_duration: NotRequired[int]
+    warnings: NotRequired[
+        Annotated[list[str], Field(description="What the prompt lacks. In the last line.")]
+    ]
 
 
 class OllamaEmbeddings(TypedDict):

@@ -49,7 +49,8 @@ class _Choice:
 class TextAnswer:
     """The texts of a request: ``add`` takes the events of all choices, ``whole`` is the answer.
 
-    ``frames`` and ``end`` are those of a stream. ``model`` and ``digest`` are set when known.
+    ``frames`` and ``end`` are those of a stream. ``model``, ``digest`` and ``warnings`` are set
+    when known.
     """
 
     ID: ClassVar[str]
@@ -62,6 +63,7 @@ class TextAnswer:
         self._id = f"{self.ID}-{secrets.token_hex(12)}"
         self._created = int(time.time())
         self.model, self.digest = "", ""
+        self.warnings = list[str]()
 
     @staticmethod
     def is_text(event: Event) -> bool:
@@ -95,7 +97,7 @@ class TextAnswer:
         """Yield the frames after the last event."""
         usage = self._build_usage()
         if self._has_usage:
-            counts = {"usage": usage, "timings": self._compute_timings()}
+            counts = {"usage": usage, "timings": self._compute_timings(), **self._list_warnings()}
             yield answer_stream.encode_event(
                 None, self._build_object(self.CHUNK, choices=[], **counts)
             )
@@ -105,7 +107,12 @@ class TextAnswer:
         """Return the answer without a stream. Raises ModelError if a text has no end."""
         usage = self._build_usage()
         choices = [self._finish_choice(at, choice) for at, choice in enumerate(self._choices)]
-        return self._build_object(self.OBJECT, choices=choices, usage=usage)
+        remarks = self._list_warnings()
+        return self._build_object(self.OBJECT, choices=choices, usage=usage, **remarks)
+
+    def _list_warnings(self) -> dict[str, list[str]]:
+        """Return the field with the warnings, if any; several choices have the same ones."""
+        return {"warnings": [*dict.fromkeys(self.warnings)]} if self.warnings else {}
 
     def _build_object(self, kind: str, **fields: Any) -> dict[str, Any]:
         answer = {"id": self._id, "object": kind, "created": self._created, "model": self.model}

@@ -160,15 +160,15 @@ class TextRoutes:
             answer.digest = headers["X-Aimage-Digest"] = await self._resolve_digest(selected)
         explain = _build_explainer("messages" if isinstance(body, ChatRequest) else "prompt")
         requests = body.build_requests()
-        warnings = list[str]()
 
         def note(notice: TextNotice) -> None:
-            warnings.extend(notice.warnings)
+            answer.warnings.extend(notice.warnings)
             record_ignored(request, body, notice.ignored)
 
         events = self._generate_choices(selected, requests, answer, note)
         if body.stream:
-            form = StreamForm(answer.iter_frames, answer.end, explain, warnings, is_early=False)
+            frames, warnings = answer.iter_frames, answer.warnings
+            form = StreamForm(frames, answer.end, explain, warnings, is_early=False)
             return await stream_events(request, events, form, headers)
         try:
             async with contextlib.aclosing(events):
@@ -179,7 +179,7 @@ class TextRoutes:
         if answer.digest:
             headers["X-Aimage-Digest"] = answer.digest
         response = web.json_response(answer.build_body(), headers=headers)
-        add_warnings(response.headers, warnings)
+        add_warnings(response.headers, answer.warnings)
         return response
 
 

@@ -21,6 +21,9 @@ HEADERS = {
     "X-Aimage-Digest": "The manifest of that AImage; with `stream`, if it was in the store.",
 }
 CUT = {"X-Aimage-Warning": "A sentence about texts that were cut."}
+_Warnings = Annotated[
+    list[str], Field(description="Sentences about what is not in a prompt, or has no effect.")
+]
 _FinishReason = Literal["stop", "length", "tool_calls"] | None
 
 
@@ -70,6 +73,7 @@ class ChatCompletion(TypedDict):
     system_fingerprint: NotRequired[_Fingerprint]
     choices: list[ChatChoice]
     usage: TokenUsage
+    warnings: NotRequired[_Warnings]
 
 
 class TextChoice(TypedDict):
@@ -91,6 +95,7 @@ class TextCompletion(TypedDict):
     system_fingerprint: NotRequired[_Fingerprint]
     choices: list[TextChoice]
     usage: TokenUsage
+    warnings: NotRequired[_Warnings]
 
 
 class EmbeddingObject(TypedDict):
