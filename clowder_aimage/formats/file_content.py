@@ -51,10 +51,6 @@ class FileContent(NamedTuple):
     kind: str = ""
     is_pickled: bool = False
 
-    @property
-    def is_model(self) -> bool:
-        return bool(self.kind)
-
 
 @dataclass(frozen=True, slots=True)
 class _Start:
