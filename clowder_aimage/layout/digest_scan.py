@@ -42,7 +42,7 @@ class DigestScanner:
     """
 
     def __init__(self, unpacked: Mapping[str, str] | None = None) -> None:
-        self._unpacked = unpacked or {}
+        self.unpacked = unpacked or {}
         self._documents: dict[str, ScannedDocument] = {}
         self._interned: dict[bytes, str] = {}
 
@@ -59,7 +59,7 @@ class DigestScanner:
                 document = self.scan(digest, read)
                 yield digest, document
                 pending += document.documents if document else ()
-                pending += [self._unpacked[digest]] if digest in self._unpacked else []
+                pending += [self.unpacked[digest]] if digest in self.unpacked else []
 
     def scan(self, digest: str, read: Read) -> ScannedDocument | None:
         """Return the digests in one document, or None if ``read`` does not find it."""

@@ -91,16 +91,13 @@ class Collector:
     stale: float = STALE
     dry_run: bool = False
     clock: Callable[[], float] = time.time
-    _scanner: DigestScanner = field(init=False)
+    _scanner: DigestScanner = field(init=False, default_factory=DigestScanner)
     _result: Collection = field(init=False, default_factory=Collection)
     _leased: set[str] = field(init=False, default_factory=set)
     _sizes: dict[str, int] = field(init=False, default_factory=dict)
     # When the blobs were stored.
     _times: dict[str, float] = field(init=False, default_factory=dict)
     _unnamed: dict[str, float] = field(init=False, default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self._scanner = DigestScanner(list_unpacked(self.layout.root))
 
     def run(
         self, *, max_age: float | None = None, max_size: int | None = None, keep: Sequence[str] = ()
@@ -185,6 +182,8 @@ class Collector:
 
     def _find_live(self, roots: Iterable[tuple[str, Digest]]) -> set[str]:
         live: set[str] = set()
+        # Read again under the lock: a model may have been unpacked since
+        self._scanner.unpacked = list_unpacked(self.layout.root)
         for name, digest in roots:
             live |= self._needs(digest, name)
         # A process may still read a manifest after its tag has moved.
