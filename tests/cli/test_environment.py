@@ -144,7 +144,7 @@ UNUSABLE: dict[str, tuple[str, Callable[[Path], object], str | None]] = {
     "cut off": ("config.json", make_file(b'{"registries": {'), "not valid JSON"),
     "a list": ("config.json", make_file(b"[]"), "not of type 'object'"),
     "nothing": ("config.json", make_file(b"null"), "not of type 'object'"),
-    "not text": ("config.json", make_file(b"\xff\xfe{}"), "decode"),
+    "not text": ("config.json", make_file(b"{\xff}"), "decode"),
     "too deep": ("config.json", make_file(b"[" * 100_000), "nested"),
     "not YAML": ("config.yaml", make_file(b"run: ["), "line 2"),
     "tabs": ("config.yaml", make_file(b"run:\n\tremote: true"), "line 2"),
