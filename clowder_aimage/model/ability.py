@@ -25,8 +25,8 @@ class Ability:
     """The part of an ability that the files of a model show.
 
     capabilities: of which this installation has all or none. runtime: that computes them, empty
-    without one. network: the fields of config.json by which mlx-lm chooses its network. fault: the
-    reason why no runtime can, if there is one.
+    without one. network: the fields of config.json by which mlx-lm chooses its network; none while
+    the file cannot be read. fault: the reason why no runtime can, if there is one.
     """
 
     capabilities: tuple[str, ...] = ()
@@ -73,6 +73,8 @@ def _check_pipelines(_: Mapping[str, Any]) -> tuple[str, str]:
 def _check_mlx_lm(network: Mapping[str, Any]) -> tuple[str, str]:
     if (missing := _find_missing("text", "mlx_lm"))[0]:
         return missing
+    if not network:
+        return "", ""
     names = importlib.import_module("clowder_aimage.model.mlxlm.network_name")
     obstacle: str = names.find_obstacle(network)
     return obstacle, _GGUF if obstacle else ""

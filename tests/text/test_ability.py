@@ -11,6 +11,7 @@ import pytest
 
 from clowder_aimage.create import create
 from clowder_aimage.errors import UnrunnableError
+from clowder_aimage.importer.model_source import ModelForm
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import read_aimage
 from clowder_aimage.model import ability as module
@@ -31,6 +32,22 @@ def pack(root: Path, source: Path) -> Ability:
     create(layout, Reference.parse("a"), source)
     stored = read_aimage(layout, Reference.parse("a"))
     return find_ability(layout, stored.descriptor.digest, stored.aimage)
+
+
+@pytest.mark.parametrize("compression", ["gzip", "zstd"])
+def test_compressed_files_are_read(tmp_path: Path, compression: str) -> None:
+    layout, form = (
+        ImageLayout(tmp_path / "store"),
+        ModelForm(whole_files=True, compression=compression),
+    )
+    path = write_model(tmp_path / "model")
+    packed = create(layout, Reference.parse("a"), path, form=form)
+    ability = find_ability(layout, packed.descriptor.digest, packed.aimage)
+    assert ability.list_capabilities() == ("chat", "completion", "tools", "thinking")
+
+
+def test_a_network_that_is_not_known_yet_is_no_obstacle() -> None:
+    assert Ability(("completion",), "mlx-lm").list_capabilities() == ("completion",)
 
 
 def change(path: Path, **fields: Any) -> Path:

@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from clowder_aimage.content.decompress import open_decompressed
 from clowder_aimage.content.verified_reader import read_all
 from clowder_aimage.dialect import AImage
-from clowder_aimage.dialect.packing import has_packed_layers
+from clowder_aimage.dialect.packing import has_packed_layers, is_packed, is_tar
 from clowder_aimage.document.strict_json import ParseCache
 from clowder_aimage.errors import AImageError, ModelError, is_passing
 from clowder_aimage.formats.gguf_header import count_tensors, find_value, has_tensor
@@ -71,8 +72,7 @@ def read_text_facts(store: ImageLayout, manifest: Digest, aimage: AImage) -> Tex
 
     The template is empty if its file is damaged, or not in the store yet.
     """
-    if has_packed_layers(aimage):
-        # Its files can be read once it is unpacked
+    if _is_known_late(aimage):
         ability = Ability((COMPLETION,), find_runtime(aimage) or "")
         return TextFacts(ability, _find_context(aimage), "", is_final=False)
     try:
@@ -85,6 +85,13 @@ def read_text_facts(store: ImageLayout, manifest: Digest, aimage: AImage) -> Tex
         fault = "" if is_passing(error) else str(error)
         ability = Ability((kind,), find_runtime(aimage) or "", fault=fault)
         return TextFacts(ability, _find_context(aimage), "", is_final=not is_passing(error))
+
+
+def _is_known_late(aimage: AImage) -> bool:
+    """Return True if the files can be read only once they are unpacked."""
+    if find_runtime(aimage) == LLAMA:
+        return has_packed_layers(aimage)
+    return any(map(is_tar, aimage.layers))
 
 
 def _find_context(aimage: AImage) -> int | None:
@@ -201,7 +208,10 @@ def _read_file(store: ImageLayout, aimage: AImage, name: str) -> bytes | None:
     layer = aimage.find(name) or aimage.find(f"model/{name}")
     if layer is None:
         return None
-    return read_all(store.open(layer.descriptor), layer.descriptor, _MAX_FILE)
+    if not is_packed(layer):
+        return read_all(store.open(layer.descriptor), layer.descriptor, _MAX_FILE)
+    with open_decompressed(store, layer.descriptor, layer.content, limit=_MAX_FILE) as file:
+        return file.read()
 
 
 def _read_templates(store: ImageLayout, aimage: AImage) -> dict[str, str]:
