@@ -119,6 +119,8 @@ def test_windows_that_a_network_lacks_limit_the_context(
         ("qwen3", {"attention_bias": True}, "attention_bias = True"),
         ("gemma3_text", {"attn_logit_softcapping": 50.0}, "computes null only"),
         ("gpt_oss", {"swiglu_limit": 9.0}, "swiglu_limit = 9.0"),
+        ("llama", {"is_causal": False}, "is_causal = False.*computes true only"),
+        ("starcoder2", {"is_causal": False}, "is_causal = False"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5.*whole heads"),
         ("llama", {"rope_parameters": {"rope_type": "spiral"}}, "rope_type = 'spiral'"),
         ("llama", {"rope_parameters": {"rope_type": "yarn"}, "rope_scaling": 3}, "must be an obj"),

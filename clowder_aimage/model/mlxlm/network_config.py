@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from clowder_aimage.errors import ModelError
-from clowder_aimage.model.mlxlm.network_kind import PROMISED, NetworkKind
+from clowder_aimage.model.mlxlm.network_kind import FIXED, PROMISED, NetworkKind
 from clowder_aimage.model.rope_setting import ALL, FULL, SLIDING, list_rope_settings
 
 _ROPE = ("rope_theta", "rope_parameters", "rope_scaling", "rotary_emb_base", "rope_local_base_freq")
@@ -78,9 +78,10 @@ def _translate_text(
     config: Mapping[str, Any], kind: NetworkKind | None, parameters: Collection[str] = ()
 ) -> dict[str, Any]:
     result = {key: value for key, value in config.items() if value is not None or kind is None}
+    _check_fixed(result, FIXED)
     if kind is not None:
         result = {**kind.defaults, **result}
-        _check_fixed(result, kind)
+        _check_fixed(result, kind.fixed)
         for name, other in kind.names.items():
             if name in result:
                 result.setdefault(other, result[name])
@@ -91,8 +92,8 @@ def _translate_text(
     return result | _translate_rope(result, kind)
 
 
-def _check_fixed(config: Mapping[str, Any], kind: NetworkKind) -> None:
-    for key, values in kind.fixed.items():
+def _check_fixed(config: Mapping[str, Any], fixed: Mapping[str, tuple[object, ...]]) -> None:
+    for key, values in fixed.items():
         if config.get(key) is not None and config[key] not in values:
             expected = " or ".join(json.dumps(value) for value in values) or "null"
             raise ModelError(

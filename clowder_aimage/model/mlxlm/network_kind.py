@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+# What every network computes; transformers reads it for each of them
+FIXED: Mapping[str, tuple[object, ...]] = {"is_causal": (True,)}
 _SILU = {"hidden_act": ("silu", "swish")}
 _TANH = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")
 
