@@ -69,10 +69,11 @@ class ExternalExtent:
 
 @dataclass(slots=True)
 class OnnxModel:
-    """Versions of a model, and the extent of each external file by its location."""
+    """Versions of a model, values of all its tensors, and the extents of external files."""
 
     ir_version: int = 0
     opset: int = 0
+    parameters: int = 0
     external: dict[str, ExternalExtent] = field(default_factory=dict)
 
 
@@ -159,6 +160,7 @@ def _read_tensor(wire: WireReader, message: WireField, model: OnnxModel) -> None
             _read_entry(wire, wire_field, external)
         elif wire_field.number == 14:
             is_external = wire_field.decode_int64() == 1
+    model.parameters += math.prod(dims)
     # Entries are checked without data_location = EXTERNAL too: a lenient reader could follow them.
     if is_external or external:
         name = name or f"at byte {message.offset}"

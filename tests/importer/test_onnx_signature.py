@@ -17,6 +17,7 @@ from tests.process import Aimage
 GRAPH = pb.graph(
     pb.initializer("w", (2, 3)),
     pb.initializer("b", (3,), packed=True),
+    pb.node("Constant", pb.attribute("value", pb.message(5, pb.tensor("c", (4,))))),
     pb.value(11, "ids", 7, "batch", 512),
     pb.value(11, "w", 1, 2, 3),
     pb.message(11, pb.text(1, "state"), pb.message(2, pb.message(4))),
@@ -27,8 +28,9 @@ GRAPH = pb.graph(
 def test_a_signature_is_read() -> None:
     raw = pb.model(GRAPH)
     found = read_signature(io.BytesIO(raw), len(raw))
-    assert (found.ir_version, found.opset, found.parameters) == (9, 18, 9)
-    inputs = [OnnxValue("ids", "int64", ("batch", 512)), OnnxValue("state", "other", None)]
+    model = found.model
+    assert (model.ir_version, model.opset, model.parameters) == (9, 18, 13)
+    inputs = (OnnxValue("ids", "int64", ("batch", 512)), OnnxValue("state", "other", None))
     assert found.inputs == inputs
     assert [str(value) for value in found.outputs] == ["logits float16[batch]"]
 
@@ -56,7 +58,7 @@ def test_show_lists_the_values_of_each_model(
     run("create", "m", root, "-q")
     lines = run("show", "m").out.splitlines()
     assert lines.count("  inputs   ids int64[batch, 512], state other") == count
-    assert "0.onnx: ir 9, opset 18, 9 parameters" in lines
+    assert "0.onnx: ir 9, opset 18, 13 parameters" in lines
     value = run("show", "m", "--json").value["onnx"]
     assert [model["name"] for model in value] == [f"{number}.onnx" for number in range(count)]
     assert value[0]["outputs"] == [{"name": "logits", "type": "float16", "shape": ["batch"]}]

@@ -39,9 +39,9 @@ def encode_signature(name: str, signature: OnnxSignature) -> dict[str, Any]:
     """Return a signature for programs."""
     return {
         "name": name,
-        "irVersion": signature.ir_version,
-        "opset": signature.opset,
-        "parameters": signature.parameters,
+        "irVersion": signature.model.ir_version,
+        "opset": signature.model.opset,
+        "parameters": signature.model.parameters,
         "inputs": [_encode_value(value) for value in signature.inputs],
         "outputs": [_encode_value(value) for value in signature.outputs],
     }
@@ -54,9 +54,10 @@ def _encode_value(value: OnnxValue) -> dict[str, Any]:
 
 def format_signature(name: str, signature: OnnxSignature) -> list[str]:
     """Return a signature for people: a line for the model, its inputs and its outputs."""
-    count = format_number(signature.parameters)
+    model = signature.model
+    count = format_number(model.parameters)
     return [
-        f"{name}: ir {signature.ir_version}, opset {signature.opset}, {count} parameters",
+        f"{name}: ir {model.ir_version}, opset {model.opset}, {count} parameters",
         f"  inputs   {_join_values(signature.inputs)}",
         f"  outputs  {_join_values(signature.outputs)}",
     ]
