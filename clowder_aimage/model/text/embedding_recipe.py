@@ -6,7 +6,7 @@ Format: sentence-transformers 6.2, ``modules.json``, ``sentence_bert_config.json
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from clowder_aimage.document.strict_json import read_json
@@ -26,7 +26,8 @@ _OLD_MODES = {
     "pooling_mode_weightedmean_tokens": WEIGHTED,
     "pooling_mode_lasttoken": LAST,
 }
-_IGNORED = ("Dropout", "Normalize")
+_OLD = "pooling_mode_"
+_NORMALIZE, _DROPOUT = "Normalize", "Dropout"
 _ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU", "SiLU", "Sigmoid")
 _MAX_MODULES = 16
 _MAX_WIDTH = 1 << 16
@@ -37,7 +38,10 @@ Read = Callable[[str], bytes | None]
 
 @dataclass(frozen=True, slots=True)
 class DenseLayer:
-    """A layer after the pooling, whose files are in a folder."""
+    """A layer after the pooling, whose files are in a folder.
+
+    is_unit: its input is brought to unit length first.
+    """
 
     folder: str
     inputs: int
@@ -45,6 +49,7 @@ class DenseLayer:
     has_bias: bool
     activation: str
     is_residual: bool
+    is_unit: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +101,11 @@ def read_recipe(read: Read) -> EmbeddingRecipe:
     fields = stated or ConfigFields(name, {})
     recipe = EmbeddingRecipe(
         _read_modes(fields),
-        tuple(_read_dense(read, path) for name, path in modules if name == "Dense"),
+        tuple(
+            replace(_read_dense(read, path), is_unit=(_NORMALIZE in _list_before(modules, index)))
+            for index, (name, path) in enumerate(modules)
+            if name == "Dense"
+        ),
         skips_prompt=not fields.get_boolean("include_prompt", True),
         has_pooling=stated is not None,
     )
@@ -149,9 +158,16 @@ def _read_modules(read: Read) -> list[tuple[str, str]]:
     if len(modules) < len(listed) or names[:2] != ["Transformer", "Pooling"] or modules[0][1]:
         raise ModelError(f"{MODULES} must begin with a model at the top level, and its pooling")
     for name in names[2:]:
-        if name not in ("Dense", *_IGNORED):
+        if name not in ("Dense", _NORMALIZE, _DROPOUT):
             raise ModelError(f"{MODULES}: the module {name:.80} is not supported")
     return modules
+
+
+def _list_before(modules: Sequence[tuple[str, str]], index: int) -> Sequence[str]:
+    """Return the classes of the modules between a module and the layer or pooling before it."""
+    names = [name for name, _ in modules[:index]]
+    last = max(place for place, name in enumerate(names) if name in ("Pooling", "Dense"))
+    return names[last:]
 
 
 def _parse_module(fields: ConfigFields) -> tuple[str, str]:
@@ -177,6 +193,9 @@ def _read_modes(fields: ConfigFields) -> tuple[str, ...]:
     modes = [stated] if isinstance(stated, str) else stated
     if modes is None:
         modes = [mode for key, mode in _OLD_MODES.items() if fields.get_boolean(key, False)]
+        unknown = [key for key in fields.values if key.startswith(_OLD) and key not in _OLD_MODES]
+        for key in unknown:
+            fields.check_value(key, False)
     known = _OLD_MODES.values()
     if not isinstance(modes, list) or any(mode not in known for mode in modes):
         raise fields.refuse("pooling_mode", f"expected {', '.join(known)}")

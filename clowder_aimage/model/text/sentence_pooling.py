@@ -30,6 +30,8 @@ from clowder_aimage.model.text.embedding_recipe import (
 from clowder_aimage.model.weights import ModelWeights
 
 Floats = npt.NDArray[np.float32]
+# The least length by which a vector is divided
+_LEAST = 1e-12
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,8 @@ class DenseModule:
             raise ModelError(
                 f"{folder}: in_features is {inputs}, the vectors have {len(x)} numbers"
             )
+        if self.layer.is_unit:
+            x = x / max(float(np.linalg.norm(x)), _LEAST)
         result = self.weight @ x
         result = result if self.bias is None else result + self.bias
         result = _ACTIVATIONS[self.layer.activation](result)
@@ -97,7 +101,7 @@ class SentencePooling:
         length = math.sqrt(float(vector @ vector))
         if not math.isfinite(length):
             raise ModelError("the model computed an embedding with values that are not finite")
-        return tuple((vector / max(length, 1e-12)).tolist())
+        return tuple((vector / max(length, _LEAST)).tolist())
 
 
 def _pool(mode: str, states: Floats, skipped: int) -> Floats:
