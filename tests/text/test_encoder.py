@@ -147,10 +147,10 @@ def test_prompts_come_before_texts(copied: Path) -> None:
 
 def test_words_without_a_file_of_the_tokenizer(copied: Path, model: Any) -> None:
     """vocab.txt gives the tokens of tokenizer.json."""
-    value = json.loads((copied / "tokenizer.json").read_text("utf-8"))
-    words = sorted(value["model"]["vocab"], key=value["model"]["vocab"].get)
-    (copied / "tokenizer.json").unlink()
-    (copied / "vocab.txt").write_text("\n".join(words) + "\n", "utf-8")
+    config = (copied / "tokenizer_config.json").read_bytes()
+    name_class(copied, "BertTokenizer")
+    (copied / "tokenizer_config.json").write_bytes(config)
+    words = (copied / "vocab.txt").read_text("utf-8").splitlines()
     assert (embed(load(copied), *TEXTS) * embed(model, *TEXTS)).sum(1).min() > 1 - 1e-6
     (copied / "vocab.txt").write_text("\n".join(words[4:]) + "\n", "utf-8")
     with pytest.raises(ModelError, match=r"vocab\.txt has no tokens"):
@@ -197,12 +197,17 @@ REFUSED: dict[str, tuple[str, Callable[[Path], None]]] = {
         "pooling_mode",
         lambda path: write_json(path / "1_Pooling/config.json", {"pooling_mode": "sum"}),
     ),
+    "an older pooling": (
+        "pooling_mode_sum_tokens",
+        lambda path: write_json(path / "1_Pooling/config.json", {"pooling_mode_sum_tokens": True}),
+    ),
     "a module": ("module LSTM is not", lambda path: write_modules(path, "mean", "LSTM")),
     "an order of modules": (
         "must begin with",
         lambda path: write_json(path / "modules.json", [{"type": "a.Pooling", "path": ""}]),
     ),
     "a tokenizer": ("no tokenizer", lambda path: (path / "tokenizer.json").unlink()),
+    "words of a class": ("no tokenizer", lambda path: name_class(path, "BertJapaneseTokenizer")),
     "few words": (
         "more tokens than the network",
         lambda path: shrink(path),
@@ -213,6 +218,15 @@ REFUSED: dict[str, tuple[str, Callable[[Path], None]]] = {
 def change(path: Path, **fields: Any) -> None:
     config = json.loads((path / "config.json").read_text("utf-8"))
     write_json(path / "config.json", config | fields)
+
+
+def name_class(path: Path, name: str) -> None:
+    """Leave only the words of the tokenizer, and name its class."""
+    value = json.loads((path / "tokenizer.json").read_text("utf-8"))
+    words = sorted(value["model"]["vocab"], key=value["model"]["vocab"].get)
+    (path / "tokenizer.json").unlink()
+    (path / "vocab.txt").write_text("\n".join(words) + "\n", "utf-8")
+    write_json(path / "tokenizer_config.json", {"tokenizer_class": name})
 
 
 def make_classifier(path: Path) -> None:
@@ -291,6 +305,16 @@ def test_dense_layers_of_a_directory(copied: Path, model: Any) -> None:
     expected = weights["linear.weight"] @ embed(model, "the red ball")[0]
     found = embed(load(copied), "the red ball")[0]
     assert found @ expected / np.linalg.norm(expected) > 1 - 1e-6
+    shutil.rmtree(copied / "2_Dense")
+    write_modules(copied, "mean", "Normalize", "Dense", "Normalize")
+    write_dense(copied / "3_Dense", WIDTH, 10)
+    weights = load_file(copied / "3_Dense/model.safetensors")
+    unit = embed(model, "the red ball")[0]
+    expected = np.tanh(weights["linear.weight"] @ unit + weights["linear.bias"])
+    found = embed(load(copied), "the red ball")[0]
+    assert found @ expected / np.linalg.norm(expected) > 1 - 1e-6
+    shutil.rmtree(copied / "3_Dense")
+    write_modules(copied, "mean", "Dense")
     write_dense(copied / "2_Dense", WIDTH + 1, 10)
     with pytest.raises(ModelError, match="in_features is 25, the vectors have 24"):
         embed(load(copied), "the red ball")

@@ -8,12 +8,12 @@ Source: transformers 5.24, ``tokenization_bert.py``, ``tokenization_mpnet.py``.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from typing import Any
 
 from clowder_aimage.errors import ModelError
 from clowder_aimage.formats.model_tree import MAX_JSON
+from clowder_aimage.model.text.encoder_config import find_word_kind
 from clowder_aimage.model.text.template_file import parse_special_tokens
 from clowder_aimage.model.text.tokenizer_file import TokenizerFiles
 from clowder_aimage.model.tokenizer_backend import TokenizerBackend
@@ -24,7 +24,6 @@ _FILE, _WORDS = "tokenizer.json", "vocab.txt"
 _BERT = {"unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "pad": "[PAD]", "mask": "[MASK]"}
 _MPNET = {"unk": "[UNK]", "cls": "<s>", "sep": "</s>", "pad": "<pad>", "mask": "<mask>"}
 _WORD_PIECE = {"bert": _BERT, "distilbert": _BERT, "electra": _BERT, "mpnet": _MPNET}
-_CLASSES = re.compile(r"(Bert|DistilBert|Electra|MPNet)Tokenizer(Fast)?")
 
 
 def build_tokenizer(files: TokenizerFiles, kind: str, *, is_lower: bool) -> TokenizerBackend:
@@ -33,15 +32,14 @@ def build_tokenizer(files: TokenizerFiles, kind: str, *, is_lower: bool) -> Toke
     Raises ModelError: there is none that is known to be exact, or it is malformed.
     """
     config = files.read_config()
+    words = find_word_kind(config, kind)
     data = files.read(_FILE)
     if data is not None:
         value = parse_object(_FILE, data, MAX_JSON)
-        name = config.get("tokenizer_class")
-        is_known = kind in _WORD_PIECE if name is None else _CLASSES.fullmatch(str(name))
-        if is_known and _get_type(value.get("model")) in ("WordPiece", None):
+        if words and _get_type(value.get("model")) in ("WordPiece", None):
             value["normalizer"] = _build_normalizer(config)
     else:
-        value = _build_word_piece(files, config, kind)
+        value = _build_word_piece(files, config, words)
     if is_lower:
         parts = [{"type": "Lowercase"}, value.get("normalizer")]
         value["normalizer"] = {"type": "Sequence", "normalizers": [part for part in parts if part]}
@@ -65,11 +63,11 @@ def _build_normalizer(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _build_word_piece(
-    files: TokenizerFiles, config: Mapping[str, Any], kind: str
+    files: TokenizerFiles, config: Mapping[str, Any], kind: str | None
 ) -> dict[str, Any]:
     """Return what tokenizer.json would be for vocab.txt. Raises ModelError."""
     data = files.read(_WORDS)
-    if data is None or kind not in _WORD_PIECE or config.get("do_basic_tokenize") is False:
+    if data is None or kind is None or config.get("do_basic_tokenize") is False:
         raise ModelError(
             f"the model has no {_FILE}", hint="save its tokenizer with a current transformers"
         )

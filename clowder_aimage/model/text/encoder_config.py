@@ -28,6 +28,7 @@ _PREFIXES = {
 _COUNTED_FROM_PADDING = ("camembert", "mpnet", "roberta", "xlm-roberta")
 # Their tokenizer is WordPiece, which a file of its tokens is enough for
 _WORDS = ("bert", "distilbert", "electra", "mpnet")
+_WORD_CLASSES = re.compile(r"(Bert|DistilBert|Electra|MPNet)Tokenizer(Fast)?")
 _WITHOUT_TYPES = ("distilbert", "mpnet")
 ACTIVATIONS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "silu", "swish")
 # DistilBERT's own names of the fields
@@ -127,9 +128,16 @@ def is_encoder(config: Mapping[str, Any]) -> bool:
     return isinstance(kind, str) and kind in _PREFIXES
 
 
-def has_words(config: Mapping[str, Any]) -> bool:
-    """Return True if the tokenizer of an encoder is WordPiece."""
-    return config.get("model_type") in _WORDS
+def find_word_kind(config: Mapping[str, Any], kind: object) -> str | None:
+    """Return the kind of encoder that has a WordPiece tokenizer of its own, or None.
+
+    config: tokenizer_config.json, whose class decides. kind: that of the network.
+    """
+    name = config.get("tokenizer_class")
+    if name is None:
+        return str(kind) if kind in _WORDS else None
+    match = _WORD_CLASSES.fullmatch(str(name))
+    return match and match[1].lower()
 
 
 def read_encoder(

@@ -19,7 +19,7 @@ from clowder_aimage.formats.gguf_header import count_tensors, find_value, has_te
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.model.ability import ENCODER, LLAMA, MLX_LM, Ability
 from clowder_aimage.model.text.embedding_recipe import Read, read_recipe
-from clowder_aimage.model.text.encoder_config import has_words, is_encoder, read_encoder
+from clowder_aimage.model.text.encoder_config import find_word_kind, is_encoder, read_encoder
 from clowder_aimage.model.text.language_model import CHAT, COMPLETION, EMBEDDING, THINKING, TOOLS
 from clowder_aimage.model.text.runtime import find_runtime
 from clowder_aimage.model.text.template_file import find_templates
@@ -161,7 +161,9 @@ def _read_transformers_facts(store: ImageLayout, aimage: AImage) -> TextFacts:
 
 def _read_encoder_facts(aimage: AImage, config: Mapping[str, Any], read: Read) -> TextFacts:
     ability = Ability((EMBEDDING,), ENCODER)
-    if not (_has(aimage, "tokenizer.json") or (_has(aimage, "vocab.txt") and has_words(config))):
+    settings = parse_object(_CONFIG, read(_CONFIG) or b"{}")
+    has_words = _has(aimage, "vocab.txt") and find_word_kind(settings, config.get("model_type"))
+    if not (_has(aimage, "tokenizer.json") or has_words):
         return TextFacts(replace(ability, fault=_NO_TOKENIZER), None, "")
     try:
         _, recipe = read_encoder(config, read)
