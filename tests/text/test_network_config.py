@@ -82,6 +82,13 @@ def test_longrope_is_short_unless_a_longer_context_is_requested() -> None:
     np.testing.assert_allclose(short[1] * factors[0], extended[1] * factors[1], rtol=1e-5)
 
 
+def test_a_null_is_a_value_but_for_the_size_of_a_head() -> None:
+    network = make_network({**make_five("deepseek_v3"), "q_lora_rank": None}).network
+    assert "q_proj" in network.model.layers[0].self_attn
+    null = read_rotary({**make_five("qwen2_moe"), "head_dim": None, "num_key_value_heads": None})
+    assert_same(null, read_rotary(make_five("qwen2_moe")))
+
+
 @pytest.mark.parametrize("name", ["su", "yarn", "longrope"])
 def test_older_names_of_longrope(name: str) -> None:
     config = make_four(make_five("phi3", "longrope"))
@@ -96,11 +103,13 @@ def test_older_names_of_longrope(name: str) -> None:
     ("kind", "config", "limit"),
     [
         ("mistral", {"sliding_window": 32}, 32),
-        ("mistral", {"sliding_window": None}, 4096),
+        ("mistral", {"sliding_window": None}, None),
+        ("mistral", {}, 4096),
         ("gemma2", {"sliding_window": 64}, 64),
         ("phi3", {"sliding_window": 48}, 48),
         ("qwen2", {"sliding_window": 32, "use_sliding_window": False}, None),
         ("qwen2", {"sliding_window": 32}, None),
+        ("qwen2", {"sliding_window": 32, "use_sliding_window": None}, None),
         ("qwen2", {"sliding_window": 32, "use_sliding_window": True}, 32),
         ("qwen3", {"sliding_window": 32, "layer_types": ["full_attention"] * 3}, None),
         ("gemma3_text", {"sliding_window": 32}, None),
@@ -109,7 +118,9 @@ def test_older_names_of_longrope(name: str) -> None:
 def test_windows_that_a_network_lacks_limit_the_context(
     kind: str, config: dict[str, Any], limit: int | None
 ) -> None:
-    assert make_network({**make_five(kind), **config}).limit == limit
+    usual = {key: value for key, value in make_five(kind).items() if key != "sliding_window"}
+    usual |= {"max_position_embeddings": 8192}
+    assert make_network({**usual, **config}).limit == limit
 
 
 @pytest.mark.parametrize(
@@ -118,6 +129,7 @@ def test_windows_that_a_network_lacks_limit_the_context(
         ("llama", {"hidden_act": "gelu"}, 'hidden_act = .gelu.*computes "silu" or "swish" only'),
         ("qwen3", {"attention_bias": True}, "attention_bias = True"),
         ("gemma3_text", {"attn_logit_softcapping": 50.0}, "computes null only"),
+        ("gemma2", {"final_logit_softcapping": None}, "final_logit_softcapping = null is not"),
         ("gpt_oss", {"swiglu_limit": 9.0}, "swiglu_limit = 9.0"),
         ("llama", {"is_causal": False}, "is_causal = False.*computes true only"),
         ("starcoder2", {"is_causal": False}, "is_causal = False"),

@@ -84,7 +84,8 @@ def make_network(config: Mapping[str, Any], context: int | None = None) -> Built
     missing = [
         name
         for name, parameter in parameters.items()
-        if parameter.default is parameter.empty and name not in translated
+        if parameter.default is parameter.empty
+        and (name not in translated or (translated[name] is None and _is_value(parameter)))
     ]
     if missing:
         raise ModelError(
@@ -99,6 +100,11 @@ def make_network(config: Mapping[str, Any], context: int | None = None) -> Built
     limits = [NetworkRope(translated, context).apply(built), find_window(translated)]
     limit = min((limit for limit in limits if limit is not None), default=None)
     return BuiltNetwork(built, limit, tuple(_list_warnings(translated, limit)))
+
+
+def _is_value(parameter: inspect.Parameter) -> bool:
+    """Return True for a parameter that may not be None."""
+    return parameter.annotation in (bool, int, float, str)
 
 
 def _list_warnings(config: Mapping[str, Any], limit: int | None) -> Iterator[str]:

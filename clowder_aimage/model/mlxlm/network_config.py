@@ -69,7 +69,7 @@ def find_window(config: Mapping[str, Any]) -> int | None:
     window, types = text.get(_WINDOW), text.get(_TYPES)
     if kind is None or kind.has_window or type(window) is not int or window < 1:
         return None
-    if text.get("use_sliding_window") is False or (types and SLIDING not in types):
+    if not text.get("use_sliding_window", True) or (types and SLIDING not in types):
         return None
     return window
 
@@ -77,11 +77,18 @@ def find_window(config: Mapping[str, Any]) -> int | None:
 def _translate_text(
     config: Mapping[str, Any], kind: NetworkKind | None, parameters: Collection[str] = ()
 ) -> dict[str, Any]:
-    result = {key: value for key, value in config.items() if value is not None or kind is None}
+    result = dict(config)
     _check_fixed(result, FIXED)
     if kind is not None:
+        # These two have a value then; other settings are null: no window, no low rank
+        if result.get("head_dim", 0) is None:
+            del result["head_dim"]
+        if result.get("num_key_value_heads", 0) is None:
+            result["num_key_value_heads"] = result.get("num_attention_heads")
         result = {**kind.defaults, **result}
         _check_fixed(result, kind.fixed)
+        if null := next((key for key in kind.numbers if result.get(key, 0) is None), None):
+            raise ModelError(f"config.json: {null} = null is not supported: the network needs it")
         for name, other in kind.names.items():
             if name in result:
                 result.setdefault(other, result[name])

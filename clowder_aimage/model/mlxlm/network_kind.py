@@ -22,15 +22,16 @@ class NetworkKind:
     """Describe how mlx-lm computes a ``model_type`` with the settings of transformers.
 
     fixed: settings that it does not read, with the values that it computes. defaults: those of
-    transformers, where it has other ones or none. names: its names of settings. theta: the base of
-    rotary positions without a setting. share: the rotated part of a head without a setting; None
-    if a head is always rotated whole. has_window: it computes sliding windows. has_scaling: it
-    needs ``rope_scaling`` beyond rotary positions.
+    transformers, where it has other ones or none. numbers: settings that may not be null. names:
+    its names of settings. theta: the base of rotary positions without a setting. share: the
+    rotated part of a head without a setting; None if a head is always rotated whole. has_window:
+    it computes sliding windows. has_scaling: it needs ``rope_scaling`` beyond rotary positions.
     """
 
     fixed: Mapping[str, tuple[object, ...]] = field(default_factory=lambda: _SILU)
     defaults: Mapping[str, Any] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
+    numbers: tuple[str, ...] = ()
     theta: float = 10000.0
     share: float | None = None
     has_window: bool = False
@@ -85,6 +86,7 @@ PROMISED: Mapping[str, NetworkKind] = {
             "use_bidirectional_attention": (False,),
         },
         {"query_pre_attn_scalar": 256, "sliding_window": 4096, "head_dim": 256},
+        numbers=("attn_logit_softcapping", "final_logit_softcapping"),
     ),
     "gemma3": _GEMMA3,
     "gemma3_text": _GEMMA3,
