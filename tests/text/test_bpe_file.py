@@ -10,6 +10,7 @@ import pytest
 
 from clowder_aimage.errors import ModelError, UnrunnableError
 from clowder_aimage.model.text.bpe_file import find_class
+from clowder_aimage.model.text.prefix_space import set_prefix_space
 from tests.text.mlx_models import load, text_of, write
 from tests.text.tiny_text import write_model
 
@@ -93,3 +94,39 @@ def test_added_tokens_with_other_ids_are_refused(tmp_path: Path) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), "<new>": 390}))
     with pytest.raises(UnrunnableError, match="the added token '<new>' cannot have the id 390"):
         load(directory)
+
+
+BYTES: Any = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
+SPLIT: Any = {"type": "Sequence", "pretokenizers": [{"type": "WhitespaceSplit"}, BYTES]}
+SYMBOL: Any = {"type": "Metaspace", "replacement": "_", "add_prefix_space": True}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "stated", "splits", "expected"),
+    [
+        ("GPT2TokenizerFast", "x", True, BYTES, '"add_prefix_space": true'),
+        ("Qwen2Tokenizer", "x", True, SPLIT, '"add_prefix_space": true'),
+        (None, "roberta", True, BYTES, '"add_prefix_space": true'),
+        ("RobertaTokenizer", "x", False, BYTES, None),
+        ("RobertaTokenizer", "x", None, BYTES, None),
+        ("PreTrainedTokenizerFast", "x", True, BYTES, None),
+        ("XLMRobertaTokenizer", "x", False, SYMBOL, '"prepend_scheme": "never"'),
+        (None, "camembert", True, SYMBOL, '"prepend_scheme": "always"'),
+        ("LlamaTokenizer", "x", False, SYMBOL, None),
+    ],
+)
+def test_the_space_before_a_text_is_that_of_the_configuration(
+    name: str | None, kind: str, stated: bool | None, splits: Any, expected: str | None
+) -> None:
+    value = json.loads(json.dumps({"pre_tokenizer": splits}))
+    config = {"tokenizer_class": name, "add_prefix_space": stated}
+    assert set_prefix_space(value, config, kind) is (expected is not None)
+    assert (expected or json.dumps(splits)) in json.dumps(value)
+
+
+def test_a_model_has_the_space_of_its_configuration(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "model") / "tokenizer_config.json"
+    fields = {"tokenizer_class": "Qwen2Tokenizer", "add_prefix_space": True}
+    path.write_text(json.dumps(json.loads(path.read_text("utf-8")) | fields))
+    model = load(path.parent)
+    assert encode(model, "word") == encode(model, " word")

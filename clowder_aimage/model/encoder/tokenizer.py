@@ -14,6 +14,7 @@ from typing import Any
 from clowder_aimage.errors import ModelError
 from clowder_aimage.formats.model_tree import MAX_JSON
 from clowder_aimage.model.text.encoder_config import find_word_kind
+from clowder_aimage.model.text.prefix_space import set_prefix_space
 from clowder_aimage.model.text.template_file import parse_special_tokens
 from clowder_aimage.model.text.tokenizer_file import TokenizerFiles
 from clowder_aimage.model.tokenizer_backend import TokenizerBackend
@@ -36,6 +37,7 @@ def build_tokenizer(files: TokenizerFiles, kind: str, *, is_lower: bool) -> Toke
     data = files.read(_FILE)
     if data is not None:
         value = parse_object(_FILE, data, MAX_JSON)
+        set_prefix_space(value, config, kind)
         if words and _get_type(value.get("model")) in ("WordPiece", None):
             value["normalizer"] = _build_normalizer(config)
     else:

@@ -68,13 +68,19 @@ def find_class(config: Mapping[str, Any], model_type: object) -> str:
     Raises ModelError: it is unknown how the class splits texts.
     """
     name = config.get("tokenizer_class") or _CLASSES.get(str(model_type))
-    if isinstance(name, str) and (known := name.removesuffix("Fast")) in _FORMS:
-        return known
+    if is_byte_level(config, model_type):
+        return str(name).removesuffix("Fast")
     stated = f"of the class {name!r:.80}" if name else "whose class is not stated"
     raise ModelError(
         f"the model has {VOCABULARY} and {MERGES} {stated}, which do not say how texts are split",
         hint="save its tokenizer with a current transformers, which writes tokenizer.json",
     )
+
+
+def is_byte_level(config: Mapping[str, Any], model_type: object) -> bool:
+    """Return True if the class of a tokenizer is one of those that are known here."""
+    name = config.get("tokenizer_class") or _CLASSES.get(str(model_type))
+    return str(name).removesuffix("Fast") in _FORMS
 
 
 def build_tokenizer(

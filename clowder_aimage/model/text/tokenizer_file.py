@@ -10,6 +10,7 @@ from typing import Any
 from clowder_aimage.content.store import BlobFiles
 from clowder_aimage.dialect.aimage import AImage
 from clowder_aimage.errors import ModelError
+from clowder_aimage.formats.model_tree import MAX_JSON
 from clowder_aimage.model.text.bpe_file import (
     MERGES,
     VOCABULARY,
@@ -17,6 +18,7 @@ from clowder_aimage.model.text.bpe_file import (
     find_class,
     list_special_tokens,
 )
+from clowder_aimage.model.text.prefix_space import has_prefix_space, set_prefix_space
 from clowder_aimage.model.text.template_file import find_templates, parse_special_tokens
 from clowder_aimage.model.tokenizer_backend import TokenizerBackend
 from clowder_aimage.model.weights import find, find_object
@@ -78,14 +80,15 @@ class TokenizerFiles:
         self, config: Mapping[str, Any], added: Mapping[str, Any]
     ) -> TokenizerBackend:
         data = self.read("tokenizer.json")
+        network = find_object(self.store, self.aimage, self.network) or {}
         if data is not None:
-            return TokenizerBackend.from_json(data.decode(), added)
+            text = self._read_split(data.decode(), config, network.get("model_type"))
+            return TokenizerBackend.from_json(text, added)
         vocabulary, merges = self.read_object(VOCABULARY), self.read(MERGES)
         if not vocabulary or merges is None:
             raise ModelError(f"the model has neither tokenizer.json nor {VOCABULARY} with {MERGES}")
         stated = self._list_stated_tokens(config).items()
         ids = {fields["content"]: int(number) for number, fields in stated}
-        network = find_object(self.store, self.aimage, self.network) or {}
         name = find_class(config, network.get("model_type"))
         text = json.dumps(build_tokenizer(name, config, vocabulary, merges.decode(), ids))
         special = list_special_tokens(name, config, {**vocabulary, **ids})
@@ -96,6 +99,13 @@ class TokenizerFiles:
             if backend.find(content) != number:
                 raise ModelError(f"the added token {content!r:.80} cannot have the id {number}")
         return backend
+
+    def _read_split(self, text: str, config: Mapping[str, Any], kind: object) -> str:
+        """Return a tokenizer.json that splits texts as the configuration says."""
+        if not has_prefix_space(config, kind):
+            return text
+        value = parse_object("tokenizer.json", text.encode(), MAX_JSON)
+        return json.dumps(value) if set_prefix_space(value, config, kind) else text
 
     def list_added_tokens(self, config: Mapping[str, Any]) -> dict[str, dict[str, bool]]:
         """Return the options of tokens that the configuration adds, in the order of their ids."""
