@@ -56,7 +56,8 @@ def _is_settled(aimage: AImage) -> bool:
     properties, format_ = aimage.properties, aimage.properties.get("format")
     if properties.get("family") in FAMILIES or "adapter" in properties or format_ in _OTHER:
         return True
-    if format_ == _DIFFUSERS and "pipeline" in properties:
+    # A component alone has an architecture
+    if format_ == _DIFFUSERS and properties.keys() & {"pipeline", "architecture"}:
         return True
     ggufs = [layer for layer in aimage.layers if _is_gguf(layer)]
     if format_ == _GGUF:
