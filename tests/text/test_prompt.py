@@ -113,6 +113,8 @@ def test_published_templates_write_each_text_or_say_which_not(name: str) -> None
             checked += 1
             for number, message in enumerate(asked):
                 texts = [part["text"] for part in mark_parts(message)["content"]]
+                # Köln, which may be escaped
+                texts = ["ln"] if message["role"] == "assistant" and not texts else texts
                 is_written = all(text in prompt for text in texts)
                 is_said = any(f"messages[{number}]" in text for text in notice.warnings)
                 assert is_written != is_said, (name, message)
@@ -137,6 +139,11 @@ def mark_parts(message: dict[str, Any]) -> dict[str, Any]:
         ("{{ messages[-1].content[:4] }}", [USER | {"content": "one two three four five"}]),
         ("Answer!", [USER]),
         ("Answer!", [USER | {"content": "An"}]),
+        (
+            "{{ messages[0].content }}",
+            [USER | {"content": "one or 2"}, ANSWER, USER | {"content": "2"}],
+        ),
+        ("<user>", [USER | {"content": "use"}]),
         ("Answer!", [USER | {"content": f"question {at}"} for at in range(20)]),
         (LOOP + "{% endfor %}", [USER]),
         (
@@ -165,6 +172,46 @@ def test_other_texts_that_are_left_out_are_said() -> None:
     assert "leaves out the tools" in notice.warnings[0]
 
 
+TURNS = "{% for m in messages if m.role != 'system' %}<|im_start|>{{ m.content }}{% endfor %}"
+NAMED = TURNS + "{{ messages[0].name }}{{ messages[1].tool_calls[0].function.name }}"
+CALLING = {"role": "assistant", "content": "", "tool_calls": [CALL["tool_calls"][0]]}
+
+
+@pytest.mark.parametrize(
+    ("source", "messages", "warning", "ignored"),
+    [
+        (TURNS, (SYSTEM | {"content": "start"}, USER), "text of messages[0] (system)", ()),
+        (TURNS, (USER, CALLING, USER), "tool_calls of messages[1] (assistant)", ()),
+        (TURNS, (USER | {"name": "im"}, USER), "", ("messages[0].name",)),
+        (NAMED, (USER | {"name": "im"}, CALLING, USER), "", ()),
+    ],
+    ids=str,
+)
+def test_short_texts_names_and_calls_are_not_in_a_prompt_by_chance(
+    source: str, messages: Any, warning: str, ignored: Any
+) -> None:
+    _, notice = compose(source, *messages)
+    assert notice.ignored == ignored
+    assert [text.partition("leaves out the ")[2] for text in notice.warnings] == [warning] * bool(
+        warning
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ("replace('\n',' ') | e", "🙂\n🎈"),
+        ("urlencode", "größe & x"),
+        ("tojson", "é"),
+        ("upper", "straße"),
+        ("trim", " 2 "),
+    ],
+)
+def test_short_texts_may_be_changed(change: str, text: str) -> None:
+    source = "{% for m in messages %}{{ m.content | " + change + " }}{% endfor %}"
+    assert compose(source, USER | {"content": text})[1] == TextNotice()
+
+
 @pytest.mark.parametrize(
     ("text", "prompt"),
     [
@@ -177,6 +224,8 @@ def test_other_texts_that_are_left_out_are_said() -> None:
         ("/no_think draw", "draw"),
         ("", "x"),
         ("🙂🙂", "x 🙂🙂 y"),
+        ("+ - * /", "+▁-▁*▁/"),
+        ("🙂\n🎈 &", "🙂 🎈 &amp;"),
     ],
 )
 def test_texts_may_be_trimmed_and_encoded(text: str, prompt: str) -> None:

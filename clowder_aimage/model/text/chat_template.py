@@ -5,27 +5,27 @@ Reference: transformers, ``apply_chat_template``.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 from clowder_aimage.document.strict_json import read_json
-from clowder_aimage.errors import FormatError, UsageError
-from clowder_aimage.model.text.content_form import ContentForms, join_parts
+from clowder_aimage.document.template import TemplateLimits
+from clowder_aimage.errors import ChatTemplateError, FormatError, UsageError
 from clowder_aimage.model.text.language_model import GRAMMAR, TextNotice, TextRequest, require
-from clowder_aimage.model.text.prompt_check import LEAST_SHARE, find_lost
+from clowder_aimage.model.text.prompt_check import LEAST_SHARE, MAX_LOST, find_lost
+from clowder_aimage.model.text.prompt_mark import CALLS, NAME, TEXT, MarkedMessages
 from clowder_aimage.model.text.template_file import DEFAULT, TOOL_USE
-from clowder_aimage.model.text.template_variant import TemplateVariant
+from clowder_aimage.model.text.template_variant import PROBE_LIMITS, TemplateVariant
 from clowder_aimage.model.text.thought_format import ThoughtFormat, find_format, has_thinking
 from clowder_aimage.model.text.tool_call_format import has_tools
 
 # The tag of transformers, which some templates know
 _TAG = "CONTINUE_FINAL_MESSAGE_TAG "
-# Characters of a text that may be in any prompt
-_SHORT = 16
 _MAX_ARGUMENTS = 1 << 20  # bytes of a call
 
 
@@ -89,53 +89,65 @@ class ChatTemplate:
         """
         variant = self._tools if request.tools else self._default
         options, notice = variant.choose_options(request, self.has_thinking)
+
+        def write(request: TextRequest, limits: TemplateLimits | None = None) -> str:
+            values = self._build_values(request, preceding, variant)
+            prompt = variant.render({**options, **values}, limits)
+            return _cut_at_tag(prompt) if request.is_continued else prompt
+
+        prompt = write(request)
+        checked = self._check(request, prompt, write)
+        warnings, ignored = (*notice.warnings, *checked.warnings), checked.ignored
+        return prompt, TextNotice(warnings, (*notice.ignored, *ignored))
+
+    def _build_values(
+        self,
+        request: TextRequest,
+        preceding: Sequence[Mapping[str, Any]],
+        variant: TemplateVariant,
+    ) -> dict[str, Any]:
+        """Return what follows from a request, by the names of transformers."""
         messages = [
             self._build_message(message, variant) for message in (*preceding, *request.messages)
         ]
         if request.is_continued:
             _append_tag(messages[-1])
-        # The names are those that ``apply_chat_template`` of transformers passes
-        values: dict[str, Any] = {
+        return {
             "messages": messages,
             "tools": [dict(tool) for tool in request.tools] or None,
             "documents": None,
             "add_generation_prompt": request.has_opening and not request.is_continued,
         }
-        prompt = variant.render({**options, **values})
-        if request.is_continued:
-            prompt = _cut_at_tag(prompt)
-        warnings = self._check(request, prompt, variant.forms)
-        return prompt, replace(notice, warnings=(*notice.warnings, *warnings))
 
-    def _check(self, request: TextRequest, prompt: str, forms: ContentForms) -> list[str]:
-        """Return warnings about texts that a prompt lacks. Raises UsageError for the question."""
+    def _check(
+        self, request: TextRequest, prompt: str, write: Callable[[TextRequest, TemplateLimits], str]
+    ) -> TextNotice:
+        """Return remarks about what a prompt lacks. Raises UsageError for the question."""
         names = [
             f"messages[{number}] ({message.get('role')})"
             for number, message in enumerate(request.messages)
         ]
-        asked = _list_asked(request)
-        shares = find_lost(self._iter_texts(request, asked), prompt)
-        for number in asked:
-            if shares.get(number, 1.0) <= LEAST_SHARE or _is_chance(request, number, forms):
+        texts = [*map(self._list_texts, request.messages)]
+        marks = _measure_marks(request, ["".join(parts) for parts in texts], write)
+        for number, share in _find_lost(_list_asked(request), texts, prompt, marks):
+            if share <= LEAST_SHARE:
                 raise UsageError(
                     f"the model's chat template leaves out the text of {names[number]}, so that the"
                     " model cannot answer it",
                     field="messages",
                 )
         warnings = _check_tools(request, prompt)
-        every = range(len(names))
-        for number, share in find_lost(self._iter_texts(request, every), prompt).items():
+        for number, share in _find_lost(range(len(texts)), texts, prompt, marks):
             part = "the text" if share <= LEAST_SHARE else "a part of the text"
             warnings.append(f"the model's chat template leaves out {part} of {names[number]}")
-        return warnings
-
-    def _iter_texts(
-        self, request: TextRequest, numbers: Iterable[int]
-    ) -> Iterator[tuple[int, str]]:
-        """Yield the numbers and the texts of messages."""
-        for number in numbers:
-            for text in self._list_texts(request.messages[number]):
-                yield number, text
+        lost = [(number, field) for (number, field), share in marks.items() if share < 1]
+        warnings += [
+            f"the model's chat template leaves out the tool_calls of {names[number]}"
+            for number, field in lost
+            if field == CALLS
+        ][:MAX_LOST]
+        ignored = (f"messages[{number}].name" for number, field in lost if field == NAME)
+        return TextNotice((*warnings,), (*ignored,))
 
     def _list_texts(self, message: Mapping[str, Any]) -> list[str]:
         """Return the texts of a message, without earlier thoughts, which templates leave out."""
@@ -194,11 +206,30 @@ def _list_asked(request: TextRequest) -> list[int]:
     return [*users[-1:], *([len(roles) - 1] if request.is_continued else [])]
 
 
-def _is_chance(request: TextRequest, number: int, forms: ContentForms) -> bool:
-    """Return True if a short text is in a prompt by chance: the template leaves out its role."""
-    message = request.messages[number]
-    text = join_parts(message.get("content") or "").strip()
-    return 0 < len(text) < _SHORT and forms.find(str(message.get("role"))).is_left_out
+def _measure_marks(
+    request: TextRequest, texts: Sequence[str], write: Callable[[TextRequest, TemplateLimits], str]
+) -> dict[tuple[int, str], float]:
+    """Return how much of short texts, names and calls the template writes, if it shows that."""
+    marked = MarkedMessages(request.messages, texts)
+    if marked.has_marks:
+        with contextlib.suppress(UsageError, ChatTemplateError):
+            return marked.measure(write(replace(request, messages=marked.messages), PROBE_LIMITS))
+    return {}
+
+
+def _find_lost(
+    numbers: Sequence[int],
+    texts: Sequence[Sequence[str]],
+    prompt: str,
+    marks: Mapping[tuple[int, str], float],
+) -> list[tuple[int, float]]:
+    """Return messages whose texts a prompt lacks, and how much it has."""
+    shares = {number: marks[number, TEXT] for number in numbers if (number, TEXT) in marks}
+    others = (
+        (number, text) for number in numbers if number not in shares for text in texts[number]
+    )
+    lost = {number: share for number, share in shares.items() if share < 1}
+    return sorted((lost | find_lost(others, prompt)).items())[:MAX_LOST]
 
 
 def _check_tools(request: TextRequest, prompt: str) -> list[str]:

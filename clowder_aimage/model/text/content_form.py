@@ -22,15 +22,11 @@ _RAW = re.compile(rf"""text['"]:\s*['"]{_MARK}""")
 
 @dataclass(frozen=True, slots=True)
 class ContentForm:
-    """The forms of one role.
-
-    has_parts: a list may have several parts. is_left_out: no form is written.
-    """
+    """The forms of one role. has_parts: a list may have several parts."""
 
     takes_text: bool = True
     takes_part: bool = False
     has_parts: bool = False
-    is_left_out: bool = False
 
     def convert(self, content: str | Sequence[Mapping[str, Any]]) -> str | list[Message]:
         """Return a content in a form that the template takes."""
@@ -71,11 +67,9 @@ class ContentForms:
         takes_text = self._shows(role, _MARK, _MARK)
         takes_part = self._shows(role, [build_text_part(_MARK)], _MARK)
         parts = [build_text_part(_MARK), build_text_part(_OTHER)]
-        has_parts = takes_part and self._shows(role, parts, _MARK, _OTHER)
-        # A template that fails may need what the question lacks
-        can_tell = self._render(self._build_messages(role, _MARK)) is not None
-        is_left_out = can_tell and not takes_text and not takes_part
-        return ContentForm(takes_text, takes_part, has_parts, is_left_out)
+        return ContentForm(
+            takes_text, takes_part, takes_part and self._shows(role, parts, _MARK, _OTHER)
+        )
 
     def _shows(self, role: str, content: str | list[Message], *marks: str) -> bool:
         prompt = self._render(self._build_messages(role, content))

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 # Groups of words of a text that are looked for, and words of a group
 _GROUPS, _WORDS = 64, 8
-_MAX_LOST = 8
+MAX_LOST = 8
 LEAST_SHARE = 0.5  # of a text that counts as written in part
 # Commands such as /no_think, which templates take out of the texts
 _COMMAND = re.compile(r"(?<!\S)/\w+")
@@ -24,7 +24,7 @@ def find_lost(texts: Iterable[tuple[int, str]], prompt: str) -> dict[int, float]
 
     The first eight are returned.
     """
-    lost, offset, letters = dict[int, float](), 0, ""
+    lost, offset, plain, letters = dict[int, float](), 0, "", ""
     for number, text in texts:
         stripped = text.strip()
         # In the order of the messages, so that the prompt is read once
@@ -32,10 +32,11 @@ def find_lost(texts: Iterable[tuple[int, str]], prompt: str) -> dict[int, float]
         if place >= 0:
             offset = place + len(stripped)
         elif stripped not in prompt and not _is_written(stripped, prompt):
-            letters = letters or _keep_letters(html.unescape(prompt))
-            if (share := _measure_share(stripped, letters)) < 1:
+            plain = plain or html.unescape(prompt)
+            letters = letters or _keep_letters(plain)
+            if (share := _measure_share(stripped, plain, letters)) < 1:
                 lost[number] = min(share, lost.get(number, 1.0))
-        if len(lost) == _MAX_LOST:
+        if len(lost) == MAX_LOST:
             break
     return lost
 
@@ -51,10 +52,13 @@ def _is_written(text: str, prompt: str) -> bool:
     return any(form in prompt for form in (*forms, html.escape(text)))
 
 
-def _measure_share(text: str, letters: str) -> float:
+def _measure_share(text: str, prompt: str, letters: str) -> float:
     """Return the part of a text that a prompt has, from words all over the text."""
     text = _COMMAND.sub("", text)
-    groups = _sample(text) or [*text.split()]
+    groups = _sample(text)
+    if not groups:
+        # Symbols only
+        groups, letters = text.split()[:_GROUPS], prompt
     return sum(group in letters for group in groups) / len(groups) if groups else 1.0
 
 

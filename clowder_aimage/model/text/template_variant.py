@@ -25,7 +25,7 @@ _MAX_REFUSAL = 300  # characters
 # Long conversations render more text than the templates of other documents
 LONG = TemplateLimits(text=4 << 20, size=512 << 20, seconds=2.0)
 # Those of questions whether it takes a form of messages
-_PROBE_LIMITS = TemplateLimits(steps=50_000, seconds=0.2)
+PROBE_LIMITS = TemplateLimits(steps=50_000, seconds=0.2)
 # Variables of templates that turn thinking on and off, and that say how much to think
 _SWITCHES = frozenset(("enable_thinking", "thinking"))
 _EFFORTS = frozenset(("reasoning_effort", "thinking_effort", "reasoning_strength"))
@@ -58,10 +58,10 @@ class TemplateVariant:
         self._template, self._tokens = _compile(source, limits), dict(tokens)
         self.forms = ContentForms(self.try_render)
 
-    def render(self, values: Mapping[str, Any]) -> str:
+    def render(self, values: Mapping[str, Any], limits: TemplateLimits | None = None) -> str:
         """Return the text of the template. Raises UsageError, ChatTemplateError."""
         try:
-            return self._template.render({**values, **self._tokens})
+            return self._template.render({**values, **self._tokens}, limits)
         except RenderError as error:
             raise _build_refusal_error(error) or _build_render_error(error) from None
 
@@ -74,7 +74,7 @@ class TemplateVariant:
         values |= {"add_generation_prompt": True, **self._tokens}
         for tools in (None, [_TOOL]):
             with contextlib.suppress(RenderError):
-                return self._template.render({**values, "tools": tools}, _PROBE_LIMITS)
+                return self._template.render({**values, "tools": tools}, PROBE_LIMITS)
         return None
 
     @property
