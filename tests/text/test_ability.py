@@ -123,6 +123,16 @@ MODELS: dict[str, tuple[Any, tuple[str, ...], str]] = {
         (),
         "hidden_act = 'gelu' is not supported",
     ),
+    "a network that needs a package": (
+        lambda to: change(write_model(to), model_type="olmo"),
+        (),
+        "needs the package hf_olmo",
+    ),
+    "a setting of another type": (
+        lambda to: write_model(to, rope_theta="5e3"),
+        (),
+        "rope_theta = '5e3'",
+    ),
     "states without a pooling": (
         lambda to: change(write_model(to), architectures=["Qwen3Model"]),
         (),

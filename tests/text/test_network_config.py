@@ -131,6 +131,18 @@ def test_windows_that_a_network_lacks_limit_the_context(
         ("gemma3_text", {"attn_logit_softcapping": 50.0}, "computes null only"),
         ("gemma2", {"final_logit_softcapping": None}, "final_logit_softcapping = null is not"),
         ("gpt_oss", {"swiglu_limit": 9.0}, "swiglu_limit = 9.0"),
+        ("llama", {"vocab_size": 1e3}, "vocab_size = 1000.0: must be a whole number"),
+        ("qwen3", {"head_dim": 0}, "head_dim = 0: must be"),
+        ("qwen3", {"num_hidden_layers": -1}, "num_hidden_layers = -1"),
+        ("llama", {"tie_word_embeddings": "false"}, "must be true or false"),
+        ("llama", {"eos_token_id": "x"}, "eos_token_id = 'x': must be the number of a token"),
+        ("qwen3", {"layer_types": "full_attention"}, "must be a list of strings"),
+        ("llama", {"rope_theta": "5e3"}, "rope_theta = '5e3': must be a number"),
+        ("llama", {"rope_theta": [1, 2]}, r"rope_theta = \[1, 2\]: must be a number"),
+        ("llama", {"rope_parameters": {"rope_theta": "5e3"}}, "rope_theta = '5e3'"),
+        ("gemma3", {"text_config": {"num_hidden_layers": "2"}}, "num_hidden_layers = '2'"),
+        ("starcoder2", {"rope_theta": "5e3"}, "rope_theta = '5e3'"),
+        ("qwen2", {"head_dim": 32}, "head_dim = 32 is not supported: the network computes 16"),
         ("llama", {"is_causal": False}, "is_causal = False.*computes true only"),
         ("starcoder2", {"is_causal": False}, "is_causal = False"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5.*whole heads"),
@@ -145,8 +157,8 @@ def test_windows_that_a_network_lacks_limit_the_context(
         ("starcoder2", {"rope_scaling": {"type": "linear", "factor": 2.0}}, '"linear".* ignores'),
         ("starcoder2", {"model_type": "no such"}, "model_type is 'no such'"),
         ("nonesuch", {}, "no network of the type 'nonesuch'"),
-        # A module of mlx-lm that ends the process
-        ("olmo", {}, "no network of the type 'olmo'"),
+        # A module of mlx-lm that would print, and end the process
+        ("olmo", {}, "the network olmo of mlx-lm needs the package hf_olmo"),
     ],
 )
 def test_settings_that_a_network_ignores_are_refused(

@@ -12,7 +12,7 @@ import importlib.util
 import inspect
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -21,12 +21,13 @@ from clowder_aimage.errors import ModelError, UsageError
 from clowder_aimage.formats.transformers import build_facts
 from clowder_aimage.model import backend  # MLX, with a fast BLAS
 from clowder_aimage.model.mlxlm.network_config import (
+    divide_heads,
     find_kind,
     find_window,
     get_text_config,
     translate_config,
 )
-from clowder_aimage.model.mlxlm.network_name import resolve_model_type
+from clowder_aimage.model.mlxlm.network_name import find_missing, resolve_model_type
 from clowder_aimage.model.mlxlm.network_rope import NetworkRope
 
 _PACKAGE = "mlx_lm"
@@ -91,15 +92,29 @@ def make_network(config: Mapping[str, Any], context: int | None = None) -> Built
         raise ModelError(
             f"config.json lacks {', '.join(missing)[:300]}, which the network of {kind} needs"
         )
+    _check_head(translated, parameters)
     try:
         built = network(arguments.from_dict(translated))
+        limits = [NetworkRope(translated, context).apply(built), find_window(translated)]
+    except ModelError:
+        raise
     # The networks do not check their arguments, which may have any type
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         raise ModelError(f"config.json does not fit {kind}: {reason[:300]}") from None
-    limits = [NetworkRope(translated, context).apply(built), find_window(translated)]
     limit = min((limit for limit in limits if limit is not None), default=None)
     return BuiltNetwork(built, limit, tuple(_list_warnings(translated, limit)))
+
+
+def _check_head(config: Mapping[str, Any], parameters: Collection[str]) -> None:
+    """Refuse heads of another width for a network that divides its own by their number."""
+    kind, head, usual = find_kind(config), config.get("head_dim"), divide_heads(config)
+    if kind is None or kind.has_scaling or head in (None, usual):
+        return
+    if not {"head_dim", "text_config"} & {*parameters}:
+        raise ModelError(
+            f"config.json: head_dim = {head!r:.80} is not supported: the network computes {usual}"
+        )
 
 
 def _is_value(parameter: inspect.Parameter) -> bool:
@@ -117,11 +132,12 @@ def _list_warnings(config: Mapping[str, Any], limit: int | None) -> Iterator[str
 
 def _import_network(kind: str) -> tuple[Any, Any]:
     """Return the classes of a network and of its arguments. Raises ModelError."""
+    if reason := find_missing(kind):
+        raise ModelError(reason)
     try:
         module = import_library_module(f"models.{kind}")
         return module.Model, module.ModelArgs
-    # A module ends the process if it misses a package
-    except (ImportError, AttributeError, SystemExit):
+    except (ImportError, AttributeError):
         raise ModelError(f"mlx-lm has no network of the type {kind!r:.80}") from None
 
 

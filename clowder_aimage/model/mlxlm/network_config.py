@@ -13,6 +13,7 @@ from typing import Any
 
 from clowder_aimage.errors import ModelError
 from clowder_aimage.model.mlxlm.network_kind import FIXED, PROMISED, NetworkKind
+from clowder_aimage.model.mlxlm.setting_type import check_bases, check_types
 from clowder_aimage.model.rope_setting import ALL, FULL, SLIDING, list_rope_settings
 
 _ROPE = ("rope_theta", "rope_parameters", "rope_scaling", "rotary_emb_base", "rope_local_base_freq")
@@ -80,6 +81,7 @@ def _translate_text(
     result = dict(config)
     _check_fixed(result, FIXED)
     if kind is not None:
+        check_types(result)
         # These two have a value then; other settings are null: no window, no low rank
         if result.get("head_dim", 0) is None:
             del result["head_dim"]
@@ -125,10 +127,6 @@ def _translate_pattern(config: Mapping[str, Any]) -> dict[str, Any]:
     return {_PATTERN: period}
 
 
-def _repeat(period: int, layers: int) -> list[str]:
-    return [FULL if index % period == period - 1 else SLIDING for index in range(layers)]
-
-
 def _translate_rope(config: Mapping[str, Any], kind: NetworkKind | None) -> dict[str, Any]:
     """Return all forms of the settings of rotary positions.
 
@@ -138,6 +136,7 @@ def _translate_rope(config: Mapping[str, Any], kind: NetworkKind | None) -> dict
     if (not is_stated and kind is None) or isinstance(config.get("rope_theta"), list):
         return {}
     settings = list_rope_settings(config, kind.theta if kind else 10000.0)
+    check_bases(settings)
     if kind is not None:
         settings = {layer: _complete(values, kind) for layer, values in settings.items()}
     main = settings.get(FULL) or settings.get(ALL) or next(iter(settings.values()))

@@ -22,12 +22,27 @@ def find_obstacle(config: Mapping[str, Any]) -> str:
         name = resolve_model_type(config)
     except ModelError as error:
         return error.message
+    return find_missing(name)
+
+
+def find_missing(name: str) -> str:
+    """Return why the module of a network cannot be imported; an empty text if it can."""
     file = _find_directory() / "models" / f"{name}.py"
     text = file.read_text("utf-8") if file.is_file() else ""
     # A module of functions is not a network
-    if "ModelArgs" in text and "\nclass Model(" in text:
-        return ""
-    return f"mlx-lm has no network of the type {name!r:.80}"
+    if not ("ModelArgs" in text and "\nclass Model(" in text):
+        return f"mlx-lm has no network of the type {name!r:.80}"
+    # Without the package that it tries to import, it would print, and end the process
+    tried = _list_tried(text) if "\ntry:" in text else ()
+    missing = next((package for package in tried if find_spec(package) is None), None)
+    return f"the network {name} of mlx-lm needs the package {missing}" if missing else ""
+
+
+def _list_tried(text: str) -> list[str]:
+    """Return the packages that a module tries to import."""
+    blocks = [node for node in ast.parse(text).body if isinstance(node, ast.Try)]
+    imports = [node for block in blocks for node in block.body if isinstance(node, ast.Import)]
+    return [alias.name.partition(".")[0] for node in imports for alias in node.names]
 
 
 def resolve_model_type(config: Mapping[str, Any]) -> str:
