@@ -28,6 +28,7 @@ from clowder_aimage.api.batch.stored_file import (
 from clowder_aimage.engine import batch_line
 from clowder_aimage.engine.batch_line import MAX_LINE, OVER, BatchRequest
 from clowder_aimage.errors import FormatError, NetworkError
+from clowder_aimage.http import background
 from clowder_aimage.http.local_request import LocalRequest
 from clowder_aimage.oci import read_json
 from tests.wait import until_async
@@ -122,6 +123,43 @@ def test_a_busy_server_is_asked_again(tmp_path: Path) -> None:
         good = await written(store, record["outputs"])
         assert good["busy"]["response"]["body"] == "no JSON"
         assert tried == {"busy": 2}
+
+    play(scene())
+
+
+def test_a_batch_ends_whose_work_loses_a_cancellation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In Python 3.11 ``wait_for`` loses it if its future ends at the same time."""
+    monkeypatch.setattr(background, "AGAIN", 0.05)
+    is_flushing = asyncio.Event()
+
+    class LosingStore(DirectoryBatchStore):
+        has_lost = False
+
+        async def check_space(self) -> None:
+            if not app.asked or self.has_lost:
+                return
+            is_flushing.set()
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                self.has_lost = True
+
+    class WaitingApp(ScriptedApp):
+        async def send(self, request: LocalRequest) -> web.StreamResponse:
+            response = await super().send(request)
+            await is_flushing.wait()
+            return response
+
+    app = WaitingApp(lambda _: (200, b"{}"))
+
+    async def scene() -> None:
+        store = LosingStore(tmp_path)
+        name = await add(store, "a")
+        async with running(BatchRunner(store, app, lambda: 2)):  # type: ignore[arg-type]
+            assert (await ended(store, name))["object"]["status"] == "completed"
+        assert store.has_lost
 
     play(scene())
 

@@ -44,6 +44,7 @@ from clowder_aimage.errors import (
     StoreError,
 )
 from clowder_aimage.http.api_error import ApiError
+from clowder_aimage.http.background import end_tasks
 from clowder_aimage.http.caller import find_owner_scope
 from clowder_aimage.http.caller_ledger import CallerLedger
 from clowder_aimage.http.local_call import LocalCalls, get_body
@@ -127,8 +128,7 @@ class BatchRunner:
                 self.has_news.clear()
         finally:
             tasks = list(self._tasks.values())
-            for task in tasks:
-                task.cancel()
+            await end_tasks(*tasks)
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _begin_free(self) -> None:
@@ -333,8 +333,8 @@ class BatchRun:
                 tasks.add(asyncio.create_task(self._answer(request)))
             reason = reason or await _wait_until_fewer(tasks, flush, 1)
         finally:
-            for task in (*tasks, flush):
-                task.cancel()
+            await end_tasks(*tasks, flush)
+            # asyncio logs errors that nobody reads
             await asyncio.gather(*tasks, flush, return_exceptions=True)
         return reason
 
