@@ -284,6 +284,7 @@ def test_the_files_are_named_to_people_and_programs(
     said = run("create", "m", root).err
     assert f"left out, {HIDDEN}: .git/\n" in said
     assert "checkpoint-4/, checkpoint-5/ and 3 more\n" in said
+    assert f"left out, {HIDDEN}: .git/\n" in run("create", "m", root, "-q").err
     value: Any = run("create", "m", root, "--json").value
     assert {"path": "checkpoint-8/", "reason": TRAINING} in value["leftOut"]
     assert len(value["leftOut"]) == 11

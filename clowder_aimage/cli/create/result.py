@@ -10,6 +10,7 @@ from clowder_aimage.cli.console.output import (
     format_count,
     format_number,
     format_size,
+    note,
     print_result,
     remark,
 )
@@ -22,6 +23,9 @@ def print_packed(reference: Reference, packed: PackedModel, recipe: Recipe) -> N
     """Print the result of packing."""
     value = encode_result(reference, packed)
     remark(format_result(value, packed, recipe))
+    # Also with -q: files would be lost without a word
+    for line in describe_left_out(packed.left_out):
+        note(line)
     print_result(value, str(packed.descriptor.digest))
 
 
@@ -83,7 +87,7 @@ def format_result(value: dict[str, Any], packed: PackedModel, recipe: Recipe) ->
         lines.append(f"{left_out} of activations left out: only weights are quantized")
     if packed.aimage.properties.get("pickled"):
         lines.append("warning: contains pickled Python, and loading it runs its code")
-    return "\n".join((*lines, *describe_left_out(packed.left_out)))
+    return "\n".join(lines)
 
 
 def _describe_content(value: Mapping[str, Any]) -> str:
