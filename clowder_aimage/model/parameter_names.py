@@ -26,8 +26,10 @@ def match_tensors(
     Raises:
         ModelError: A tensor is missing, unexpected, or duplicated.
     """
-    matches = {name: sanitize(name) for name in names}
-    if wrapped := sorted(name for name in matches if name != strip_wrappers(name)):
+    matches, component = {name: sanitize(name) for name in names}, component or "the model"
+    wrapped = sorted(name for name in matches if name != strip_wrappers(name))
+    # A network may know the words of wrappers
+    if wrapped and {*matches.values()} != {*parameters}:
         raise ModelError(
             f"{component}: a wrapper has changed the names of tensors: {format_names(wrapped)}",
             hint="save the network itself, without torch.compile, FSDP or another wrapper",
@@ -50,7 +52,8 @@ def check_shape(
 ) -> None:
     """Check the shape of the tensor ``name`` against its parameter. Raises ModelError."""
     if expected != shape:
+        path = f"{component}/{name}" if component else name
         raise ModelError(
-            f"{component}/{name}: the configuration requires shape {list(expected)}, "
+            f"{path}: the configuration requires shape {list(expected)}, "
             f"the tensor has {list(shape)}"
         )

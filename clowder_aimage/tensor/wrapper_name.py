@@ -23,6 +23,12 @@ def strip_wrappers(name: str) -> str:
     return _INNER.sub("", name)
 
 
+def strip_all_wrappers(name: str) -> str:
+    """Return the name of a tensor of a network that begins no name with the word module."""
+    plain = strip_wrappers(name)
+    return strip_all_wrappers(plain.removeprefix(_OUTER)) if plain.startswith(_OUTER) else plain
+
+
 def strip_common_wrappers(names: Collection[str]) -> dict[str, str]:
     """Return the names of all tensors of a network, by their names with the words of wrappers.
 

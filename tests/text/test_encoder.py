@@ -169,6 +169,13 @@ def test_a_class_of_transformers_decides_over_case(copied: Path, model: Any) -> 
     assert embed(load(copied), "BALL")[0] @ embed(model, "BALL")[0] > 1 - 1e-6
 
 
+@pytest.mark.parametrize("prefix", ["_orig_mod.", "module.", "module._orig_mod.bert."])
+def test_names_of_wrappers(copied: Path, model: Any, prefix: str) -> None:
+    weights = load_file(copied / "model.safetensors")
+    save_file({prefix + name: it for name, it in weights.items()}, copied / "model.safetensors")
+    assert embed(load(copied), TEXTS[1])[0] @ embed(model, TEXTS[1])[0] > 1 - 1e-6
+
+
 def test_heads_and_older_names_of_tensors(copied: Path, model: Any) -> None:
     weights = {
         "bert." + name.replace("LayerNorm.weight", "LayerNorm.gamma"): value

@@ -20,6 +20,7 @@ from clowder_aimage.model.backend import Embedding, LayerNorm, Network, mx
 from clowder_aimage.model.compute.attention import attention
 from clowder_aimage.model.compute.operation import Linear
 from clowder_aimage.model.text.encoder_config import BUCKETS, EncoderConfig
+from clowder_aimage.tensor.wrapper_name import strip_all_wrappers
 
 # Distances beyond it share a bucket (MPNet)
 _MAX_DISTANCE = 128
@@ -135,7 +136,7 @@ class Encoder(Network):
 
     def sanitize(self, name: str) -> str:
         """Return the name of the parameter of a tensor."""
-        name = name.removeprefix(self.config.prefix)
+        name = strip_all_wrappers(name).removeprefix(self.config.prefix)
         for pattern, part in _NAMES:
             name = re.sub(pattern, part, name)
         return name
@@ -143,12 +144,13 @@ class Encoder(Network):
     def list_unused(self, names: Sequence[str]) -> frozenset[str]:
         """Return the tensors of heads, and those that do not change the states."""
         prefix = self.config.prefix
-        has_head = any(name.startswith(prefix) for name in names)
+        plain = {name: strip_all_wrappers(name) for name in names}
+        has_head = any(name.startswith(prefix) for name in plain.values())
         return frozenset(
             name
-            for name in names
-            if (has_head and not name.startswith(prefix))
-            or _UNUSED.search(name.removeprefix(prefix))
+            for name, inner in plain.items()
+            if (has_head and not inner.startswith(prefix))
+            or _UNUSED.search(inner.removeprefix(prefix))
         )
 
 
