@@ -7,7 +7,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from clowder_aimage.model.llama.closed_schema import close_objects
+from clowder_aimage.model.llama.closed_schema import close_objects, drop_nulls
 
 A: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}}
 CLOSED = {**A, "additionalProperties": False}
@@ -64,3 +64,19 @@ def test_stated_objects_are_closed(schema: Any, closed: Any, value: Any) -> None
 )
 def test_what_asks_for_more_stays_open(schema: dict[str, Any]) -> None:
     assert close_objects(schema) == schema
+
+
+@pytest.mark.parametrize(
+    ("schema", "cleaned"),
+    [
+        ({**A, "required": None, "$defs": None, "$ref": None, "anyOf": None}, A),
+        ({"type": None, "enum": [None, "a"], "minimum": None}, {"enum": [None, "a"]}),
+        ({"anyOf": [{"type": "string", "const": None}]}, {"anyOf": [{"type": "string"}]}),
+        ({"properties": {"type": {"const": None}}}, {"properties": {"type": {"const": None}}}),
+        ({"type": ["string", "null"], "const": None}, {"type": ["string", "null"], "const": None}),
+        ({"default": {"a": None}}, {"default": {"a": None}}),
+    ],
+    ids=str,
+)
+def test_null_counts_as_absent_in_a_schema(schema: Any, cleaned: Any) -> None:
+    assert drop_nulls(schema) == cleaned

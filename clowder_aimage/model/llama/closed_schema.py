@@ -6,7 +6,7 @@ llama.cpp's own grammars leave them out, too (ggml-org/llama.cpp, grammars/READM
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 # Keywords that combine the properties of several schemas, or refer to others of an object
@@ -26,6 +26,22 @@ _OPEN = ("additionalProperties", "patternProperties", "propertyNames", "minPrope
 # Keywords whose values are data, and those whose values are schemas by names
 _DATA = ("const", "enum", "default", "examples")
 _BY_NAME = ("properties", "$defs", "definitions")
+
+
+def drop_nulls(schema: Any) -> Any:
+    """Return a schema without keywords that are null, which serializers write for absent ones."""
+    if isinstance(schema, list):
+        return [drop_nulls(item) for item in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    kinds = schema.get("type") or "null"
+    # As a value null has a meaning, where the type allows it
+    is_null = "null" in ([kinds] if isinstance(kinds, str) else kinds)
+    return {
+        key: value if key in _DATA else _convert_value(key, value, drop_nulls)
+        for key, value in schema.items()
+        if value is not None or (key == "const" and is_null)
+    }
 
 
 def close_objects(schema: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -66,7 +82,10 @@ def _close(schema: Any) -> Any:
         return [_close(item) for item in schema]
     if not isinstance(schema, Mapping):
         return schema
-    closed = {key: _close_value(key, value) for key, value in schema.items()}
+    closed = {
+        key: value if key in _DATA else _convert_value(key, value, _close)
+        for key, value in schema.items()
+    }
     names, required = schema.get("properties"), schema.get("required", [])
     if not isinstance(names, Mapping) or not isinstance(required, list):
         return closed
@@ -75,9 +94,7 @@ def _close(schema: Any) -> Any:
     return closed
 
 
-def _close_value(key: str, value: Any) -> Any:
-    if key in _DATA:
-        return value
+def _convert_value(key: str, value: Any, convert: Callable[[Any], Any]) -> Any:
     if key in _BY_NAME and isinstance(value, Mapping):
-        return {name: _close(nested) for name, nested in value.items()}
-    return _close(value)
+        return {name: convert(nested) for name, nested in value.items()}
+    return convert(value)

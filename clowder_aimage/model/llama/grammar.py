@@ -16,7 +16,7 @@ from typing import Any
 
 from clowder_aimage.errors import UsageError
 from clowder_aimage.model.bounded_process import RefusedError, run_bounded
-from clowder_aimage.model.llama.closed_schema import close_objects
+from clowder_aimage.model.llama.closed_schema import close_objects, drop_nulls
 
 _MODULE = "clowder_aimage.model.llama.grammar_trial"
 _MAX_CACHED = 256
@@ -104,7 +104,7 @@ class Grammars:
 def _encode(schema: Mapping[str, Any]) -> str:
     """Return a schema with closed objects and the layout of texts, as JSON. Raises UsageError."""
     try:
-        value = dict(close_objects(schema)) or {"type": "object"}
+        value = dict(close_objects(drop_nulls(schema))) or {"type": "object"}
         stated = value.get("x-guidance")
         value["x-guidance"] = {**(stated if isinstance(stated, dict) else {}), **_LAYOUT}
         text = json.dumps(value)

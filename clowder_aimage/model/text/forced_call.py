@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from clowder_aimage.model.text.language_model import TextEvent, TextRequest
+from clowder_aimage.model.text.language_model import TextEvent, TextRequest, ToolCall
 from clowder_aimage.model.text.stream import TextStream
 from clowder_aimage.model.text.tool_call_format import WHOLE, CallFormat, Tools, list_complete_items
 
@@ -27,9 +27,10 @@ class CallStream(TextStream):
         self._state = "call"
 
     def _call(self, text: str, end: str) -> Iterator[TextEvent]:
-        """Yield the calls; of a list that a limit has cut those that are complete."""
+        """Yield the calls that are complete: a limit may have cut the text."""
         items = list_complete_items(text, MAX_CALLS) if text.startswith("[") else []
-        return super()._call(f"[{', '.join(items)}]" if items else text, end)
+        events = super()._call(f"[{', '.join(items)}]" if items else text, end)
+        return (event for event in events if isinstance(event, ToolCall))
 
 
 def open_call(form: CallFormat) -> str:
@@ -69,7 +70,8 @@ def _place(parameters: Mapping[str, Any] | None, index: int) -> dict[str, Any]:
 
     A function without parameters has no arguments (OpenAI, "Function calling").
     """
-    stated = dict(parameters or {"additionalProperties": False})
+    stated = {name: value for name, value in (parameters or {}).items() if value is not None}
+    stated = stated or {"additionalProperties": False}
     fields = {name: value for name, value in stated.items() if name not in _BASE}
     moved: dict[str, Any] = _move(fields, f"#/$defs/{index}")
     return {"type": "object", **moved}
