@@ -103,6 +103,15 @@ def test_base64_alone_is_known_by_its_first_bytes(
     data = first + bytes(range(200, 256)) * 2
     for source in (InputSource(store, ClientOptions), user(store)):
         assert read_input(source, prefix + encode(data).decode()) == data
+    # A worker has no files whose names a short text could be
+    short = prefix + encode(data[:30]).decode()
+    assert prefix or read_input(InputSource(store, ClientOptions), short) == data[:30]
+
+
+def test_base64_of_other_files_is_named(store: ImageLayout) -> None:
+    with pytest.raises(UsageError, match="not of a picture") as caught:
+        read_input(InputSource(store, ClientOptions), base64.b64encode(b"GIF89a" * 20).decode())
+    assert caught.value.hint == "use a PNG, JPEG or WebP file"
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,8 @@ PATTERN = "([Dd][Aa][Tt][Aa]|[Hh][Tt][Tt][Pp][Ss]?|[Oo][Cc][Ii]):"
 # The first bytes of a PNG, JPEG or WebP file in base64
 BARE = "(iVBORw0KGgo|[/_]9j[/_]|UklGR)"
 # Shorter texts are not pictures, and may be the names of files
-_BARE = re.compile(rf"{BARE}([A-Za-z0-9+/_-]\s*){{60}}")
+_LONG = re.compile(r"([A-Za-z0-9+/_-]\s*){64}")
+_BARE, _BARE_BEGIN = re.compile(rf"(?={BARE}){_LONG.pattern}"), re.compile(BARE)
 _SCHEME = re.compile(r"(data|https?|oci|[a-z][a-z0-9+.-]*(?=://)):", re.IGNORECASE)
 
 
@@ -109,10 +110,15 @@ class InputSource:
             return fetch(text, self.connect(), limit=MAX_BYTES, hosts=self.hosts)
         if scheme == "oci":
             return self._pull(text, self._read_layer)
-        if _BARE.match(text):
+        bare = _BARE if self.has_files else _BARE_BEGIN
+        if bare.match(text):
             return _decode_base64(text.encode(), label)
         if self.has_files and not scheme:
             return self._read_file(text, label)
+        if _LONG.match(text):
+            raise UsageError(
+                f"{label} is base64, but not of a picture", hint="use a PNG, JPEG or WebP file"
+            )
         kinds = "a picture in base64, a data: URL, an https: URL nor an oci:// artifact"
         kinds = f"a file, {kinds}" if self.has_files else kinds
         raise UsageError(f"{label} is neither {kinds}: {text[:60]!r}")
