@@ -11,7 +11,7 @@ from codecs import BOM_UTF8
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, islice
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, get_args
 from urllib.parse import quote
 
 from aiohttp import web
@@ -40,8 +40,9 @@ from clowder_aimage.http.local_request import RESPONSE_HEADERS, LocalRequest, Re
 from clowder_aimage.oci import read_json
 
 _NAMED = needs("model", "name")
-# Texts of a form for an absent field: those of an empty input, and of null in JavaScript
-ABSENT_IN_FORMS: tuple[Any, ...] = ("", "null", "undefined")
+# Texts of a form for an absent field: those of an empty input, and of null in
+# JavaScript and Python
+ABSENT_IN_FORMS: tuple[Any, ...] = ("", "null", "undefined", "None")
 # Values of fields
 _UNSET: tuple[Any, ...] = (None, False, "", [])
 # Limits of the names in a header, and of their characters
@@ -91,7 +92,11 @@ class RequestBody(BaseModel):
             or (is_form(info) and field in ABSENT_IN_FORMS and not _is_required(known.get(name)))
         }
         fields = {
-            name: _convert_integers(field) for name, field in value.items() if name not in absent
+            name: field.strip()
+            if is_form(info) and isinstance(field, str) and not _is_text(known.get(name))
+            else _convert_integers(field)
+            for name, field in value.items()
+            if name not in absent
         }
         body = handler(fields)
         body._unknown = tuple(sorted(fields.keys() - known.keys()))  # noqa: SLF001
@@ -149,6 +154,13 @@ def _iter_ignored_items(path: str, items: Sequence[object]) -> Iterator[str]:
     for index, item in enumerate(items):
         if isinstance(item, RequestBody):
             yield from (f"{path}[{index}].{nested}" for nested in item.iter_ignored())
+
+
+def _is_text(field: FieldInfo | None) -> bool:
+    if field is None:
+        return False
+    kinds = (field.annotation, *get_args(field.annotation))
+    return any(getattr(kind, "__origin__", kind) is str for kind in kinds)
 
 
 def _is_required(field: FieldInfo | None) -> bool:

@@ -20,6 +20,7 @@ from clowder_aimage.api.text.request import ChatRequest, CompletionRequest
 from clowder_aimage.engine.batch_line import read_line
 from clowder_aimage.errors import FormatError
 from clowder_aimage.http.api_error import ApiError
+from clowder_aimage.model.text.content_form import join_parts
 from clowder_aimage.pictures.input_file import decode_base64
 
 USER = {"role": "user", "content": "a"}
@@ -180,17 +181,62 @@ def test_numbers_of_tokens_may_have_no_bound() -> None:
 
 
 @pytest.mark.parametrize(
+    ("message", "content", "ignored"),
+    [
+        ({"content": [{"type": "refusal", "refusal": "no", "x": 1}]}, "no", ["content[0].x"]),
+        ({"content": None}, "", []),
+        ({"content": None, "reasoning_content": "x", "tool_calls": []}, "", []),
+        ({"content": "a", "tool_call_id": "1"}, "a", ["tool_call_id"]),
+        ({"content": "a", "tool_call_id": ""}, "a", []),
+    ],
+    ids=str,
+)
+def test_answers_that_are_sent_back_are_read(message: Any, content: str, ignored: Any) -> None:
+    body = read(ChatRequest, {"messages": [{"role": "assistant", **message}, USER]})
+    assert [*body.iter_ignored()] == [f"messages[0].{path}" for path in ignored]
+    (asked,) = body.build_requests()
+    assert join_parts(asked.messages[0]["content"]) == content
+
+
+def test_a_raw_prompt_has_no_system_message() -> None:
+    assert read(OllamaPromptBody, {"raw": True, "system": ""}).request().prompt == "a"
+    with pytest.raises(ApiError, match="system cannot be combined with raw") as caught:
+        read(OllamaPromptBody, {"raw": True, "system": "be brief"})
+    assert (caught.value.status, caught.value.param) == (400, "system")
+
+
+def test_a_mask_of_an_edit_may_be_in_its_image() -> None:
+    fields = {"paste": True, "feather": 2}
+    read(EditRequest, fields).check_rules({"image"})
+    with pytest.raises(ApiError, match="requires a mask"):
+        read(ImageRequest, fields).check_rules({"image"})
+
+
+@pytest.mark.parametrize(
     ("stated", "value"),
-    [("true", True), ("True", True), ("1", True), ("on", True), ("false", False), ("0", False)],
+    [
+        ("true", True),
+        ("True", True),
+        ("1", True),
+        ("on", True),
+        ("false", False),
+        ("0", False),
+    ],
 )
 def test_flags_of_a_form_are_texts(stated: str, value: bool) -> None:
     body = read(EditRequest, {"stream": stated, "trigger": stated, "enhance": stated}, is_form=True)
     assert (body.stream, body.trigger, body.enhance) == (value, value, value)
     parameters = read(EditRequest, {"fine": stated}, is_form=True).stated
     assert parameters["fine"] is value
+    # A line that curl reads from a file has its end
+    assert read(EditRequest, {"trigger": f" {stated}\r\n"}, is_form=True).trigger is value
+    assert seed_of_picture(" 7\r\n", is_form=True) == 7
+    texts = {"prompt": " 7\n", "negative_prompt": " x\n", "guidance": "2"}
+    body = read(EditRequest, texts, is_form=True)
+    assert (body.prompt, body.negative_prompt) == (" 7\n", " x\n")
 
 
-@pytest.mark.parametrize("text", ["", "null", "undefined"])
+@pytest.mark.parametrize("text", ["", "null", "undefined", "None"])
 def test_an_empty_input_of_a_form_counts_as_absent(text: str) -> None:
     names = ("seed", "n", "size", "steps", "guidance", "stream", "loras", "quality", "model", "new")
     body = read(EditRequest, dict.fromkeys(names, text), is_form=True)

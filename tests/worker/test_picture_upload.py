@@ -223,13 +223,15 @@ def test_forms_and_json_give_the_same_picture(worker: LocalWorker) -> None:
     answers = [
         edit(worker, ("image[]", file(), "image/png"), ("mask", white, "image/png")),
         edit(worker, ("images", file(), "image/png"), ("mask", white, "image/png")),
+        edit(worker, ("image[0]", file(), "image/png"), ("mask", white, "")),
+        edit(worker, ("image", file(), ""), ("mask", white, ""), ("prompt", "\ufeffa dog", "")),
         edit(worker, ("image", url_of(file()), ""), ("mask", url_of(white), "")),
         send(worker, EDITS, fields),
         send(worker, GENERATIONS, fields),
         send(worker, EDITS, {**fields, "image": None, "images": [{"image_url": fields["image"]}]}),
         send(worker, GENERATIONS, {**fields, "image": None, "images": [fields["image"]]}),
     ]
-    assert [status for status, _ in answers] == [200] * 7, answers
+    assert [status for status, _ in answers] == [200] * 9, answers
     found = {pixels(pictures(answer)[0]) for _, answer in answers}
     assert len(found) == 1
     status, other = send(worker, GENERATIONS, {**fields, "mask": None})
@@ -319,6 +321,10 @@ def test_an_edit_paints_what_is_transparent_in_its_image(worker: LocalWorker) ->
     _, masked = send_picture(EDITS, mask="alpha")
     assert pixels(pictures(painted)[0]) == pixels(pictures(masked)[0])
     assert "warnings" not in masked
+    pasted = {"paste": True, "feather": 2}
+    _, implied = send_picture(EDITS, **pasted)
+    _, masked = send_picture(EDITS, mask="alpha", **pasted)
+    assert pixels(pictures(implied)[0]) == pixels(pictures(masked)[0])
     white = Image.new("RGB", (64, 48))
     white.paste("white", (8, 8, 40, 40))
     for path, more in ((EDITS, {"strength": 0.5}), (GENERATIONS, {"strength": 0.5})):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
+from clowder_aimage.api.field_rule import FieldRule, excludes
 from clowder_aimage.api.ollama.request import OllamaBody
 from clowder_aimage.api.request_body import RequestBody, build_field_error
 from clowder_aimage.api.text.chat_message import MAX_MESSAGES, MAX_NAME, MAX_TOOLS, Tool
@@ -204,6 +205,10 @@ class OllamaChatBody(OllamaTextBody):
 
 class OllamaPromptBody(OllamaTextBody):
     """A request of ``/api/generate`` for a language model."""
+
+    RULES: ClassVar[tuple[FieldRule, ...]] = (
+        excludes("system", "raw", words="raw: its prompt has no messages"),
+    )
 
     prompt: str = ""
     system: str = Field(default="", description="The system message.")

@@ -6,6 +6,7 @@ The number of requests with pictures is limited before their bodies are read.
 from __future__ import annotations
 
 import asyncio
+import re
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -41,6 +42,8 @@ _MAX_PARTS = 100
 # What aiohttp raises for a form
 _MALFORMED = (HttpProcessingError, ValueError, LookupError, AssertionError, RuntimeWarning)
 _FORM = "multipart/form-data"
+# The name of one of several files: image[] or image[0]
+_INDEX = re.compile(r"\[\d*\]$")
 # Bytes of a part read at a time, so that a large file is refused early
 _CHUNK = 1 << 16
 
@@ -140,7 +143,7 @@ class PictureBody:
                     return fields
                 if not isinstance(field, BodyPartReader) or not field.name:
                     raise ValueError
-                name = field.name.removesuffix("[]")
+                name = _INDEX.sub("", field.name)
                 value = await self._read_value(field, name, limit)
                 if name in NAMES:
                     # No file is chosen
@@ -172,8 +175,11 @@ class PictureBody:
         # Browsers send no name if none is chosen
         if is_file and field.filename and not data:
             raise build_field_error(name, "is an empty file", "invalid_image")
+        # Some clients send no names of files
+        if is_file or (name in NAMES and picture_source.detect_type(data)):
+            return data
         try:
-            return data if is_file else data.decode()
+            return data.decode("utf-8-sig")
         except UnicodeDecodeError:
             raise build_field_error(name[:60], "is not text in UTF-8") from None
 

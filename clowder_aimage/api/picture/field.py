@@ -23,6 +23,8 @@ from clowder_aimage.generation.request import (
 from clowder_aimage.pictures.input_file import describe_reduction
 from clowder_aimage.pictures.input_kind import assign_role, get_max_area, own_sized
 
+# Edits may have a mask in the transparency of their image
+MASKED = requires(OF_MASKS, MASK, words="a mask")
 # Fields that expand determines
 _SIZE = ("size", "width", "height")
 
@@ -33,7 +35,7 @@ class PictureFields(ParameterBody):
 
     RULES: ClassVar[tuple[FieldRule, ...]] = (
         requires((*OF_IMAGES, "painted"), IMAGE, IMAGES, words="an image"),
-        requires(OF_MASKS, MASK, words="a mask"),
+        MASKED,
         requires("feather", "paste", "crop", words="paste or crop: it is the width of their seam"),
         requires(("controlnet", "control_strength"), CONTROL, words="a control picture"),
         requires("fit", IMAGE, IMAGES, CONTROL, words="an image"),

@@ -18,7 +18,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from clowder_aimage.api.field_rule import FieldRule, needs
 from clowder_aimage.api.parameter_field import Prompt, convert_parameter_error, with_parameters
-from clowder_aimage.api.picture.field import PictureFields
+from clowder_aimage.api.picture.field import MASKED, PictureFields
 from clowder_aimage.api.picture.lora_field import LoraFields, PromptedLoras
 from clowder_aimage.api.picture.output import OutputField
 from clowder_aimage.api.picture.source import IMAGE, IMAGES
@@ -200,6 +200,10 @@ class EditRequest(ImageRequest):
 
     EVENTS = "image_edit"
     RULES: ClassVar[tuple[FieldRule, ...]] = (_NEEDS_IMAGE,)
+
+    @classmethod
+    def list_rules(cls) -> list[FieldRule]:
+        return [rule for rule in super().list_rules() if rule is not MASKED]
 
 
 class VariationRequest(ImageRequest):

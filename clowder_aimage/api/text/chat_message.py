@@ -33,9 +33,9 @@ def _read_parts(content: object) -> object:
         kind = segment.get("type") if isinstance(segment, dict) else None
         if not isinstance(kind, str):
             raise ValueError("must be a text or a list of parts with a type")
-        if kind not in get_args(TextPart.model_fields["type"].annotation):
+        if kind not in (*get_args(TextPart.model_fields["type"].annotation), "refusal"):
             raise ValueError(f"has a part of the type {kind[:40]!a}; only text is supported")
-        if not isinstance(text := segment.get("text"), str):
+        if not isinstance(text := segment.get(kind if kind == "refusal" else "text"), str):
             raise ValueError("has a part without a text")
         parts.append({"type": "text", "text": text})
     return parts
@@ -48,8 +48,18 @@ class TextPart(RequestBody):
     text: str
 
 
+class RefusalPart(RequestBody):
+    """A part of an earlier answer that is a refusal."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+
 # A text, or a list of parts as objects
-Content = Annotated[Any, BeforeValidator(_read_parts, json_schema_input_type=str | list[TextPart])]
+Content = Annotated[
+    Any,
+    BeforeValidator(_read_parts, json_schema_input_type=str | list[TextPart | RefusalPart]),
+]
 _Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
 
 
@@ -76,7 +86,6 @@ _IF_TOOL: JsonDict = {
     },
 }
 _NO_CALLS: JsonDict = {"tool_calls": {"type": ["array", "null"], "maxItems": 0}}
-_CALLS: JsonDict = {"tool_calls": {"type": "array", "minItems": 1}, "role": {"const": "assistant"}}
 _TEXT: JsonDict = {"content": {"type": ["string", "array"]}}
 
 
@@ -91,7 +100,8 @@ class Message(RequestBody):
             **_IF_TOOL,
             "anyOf": [
                 {"required": ["content"], "properties": {**_TEXT, **_NO_CALLS}},
-                {"required": ["tool_calls"], "properties": _CALLS},
+                # An answer may be all thoughts or calls
+                {"properties": {"role": {"const": "assistant"}}},
             ],
         }
     )
@@ -117,8 +127,10 @@ class Message(RequestBody):
         content = value.get("content") if isinstance(value, Mapping) else None
         for index, part in enumerate(content if isinstance(content, list) else ()):
             stated = {name for name, field in part.items() if field is not None}
-            unknown = sorted(stated - TextPart.model_fields.keys())
+            unknown = sorted(stated - {"type", "refusal" if part["type"] == "refusal" else "text"})
             message._unknown += tuple(f"content[{index}].{name}" for name in unknown)  # noqa: SLF001
+        if message.role != "tool" and message.tool_call_id:
+            message._unknown += ("tool_call_id",)  # noqa: SLF001
         return message
 
     @model_validator(mode="after")
@@ -128,7 +140,7 @@ class Message(RequestBody):
             raise ValueError("of the role tool needs a tool_call_id")
         if self.tool_calls and self.role != "assistant":
             raise ValueError(f"of the role {self.role} cannot have tool_calls")
-        if self.content is None and not self.tool_calls:
+        if self.content is None and self.role != "assistant":
             raise ValueError("has no content")
         return self
 
