@@ -211,6 +211,7 @@ def test_strict_is_true_or_false(worker: LocalWorker, path: str, text: str) -> N
 # - no names in a body that the query forbids with "strict", and none in its objects that the body
 #   forbids;
 # - pictures, and numbers of texts, within the limits of products;
+# - parameters of masks only with a mask, though one may be in an image;
 # - one of two fields for the same value, which must be equal;
 # - for the one path whose body depends on the kind of the model, that of the kind that is there.
 # Registries are at a closed port of this machine. The fuzzer cannot make bodies by more than some
@@ -291,7 +292,8 @@ def before_call(context, case, kwargs):
     if not isinstance(body, dict):
         return
     if case.media_type == "multipart/form-data":  # whose files are pictures, see filter_case
-        body.pop("mask", None)  # a mask needs white parts; a copy would be judged again
+        for name in ("mask", *MASKED):  # a mask needs white parts; a copy would be judged again
+            body.pop(name, None)
         return
     case.body = body = dict(body)  # other cases have parts of it
     if body.get("strict"):
@@ -318,6 +320,8 @@ def before_call(context, case, kwargs):
     for name in ("image", "images", "mask", "control"):
         if body.get(name) not in (None, "", [], "alpha"):
             body[name] = [given] if isinstance(body[name], list) else given
+    for name in () if body.get("mask") else MASKED:
+        body.pop(name, None)
     sides = [body.get(name) for name in ("width", "height")]
     if any(type(side) in (int, float) and side > 64 for side in sides):  # too large a picture
         body |= {"width": 4096, "height": 2016}
@@ -337,6 +341,7 @@ def before_call(context, case, kwargs):
         body |= PLAIN
 
 
+MASKED = ("paste", "feather", "crop")
 PICTURES = {"image", "images"}
 KEPT = {"seed", "n", "steps", "quality", "response_format", "stream", "stream_format", "trigger"}
 """
