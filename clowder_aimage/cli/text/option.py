@@ -70,7 +70,7 @@ def build_text_request(
         messages=(*head, *messages),
         max_tokens=values["max_tokens"],
         sampling=Sampling(**{name: values[name] for name in _SAMPLING}),
-        stop=tuple(values["stop"]),
+        stop=tuple(filter(None, values["stop"])),
         schema=_read_schema(values["schema"]),
         thinking=values["think"],
     )
