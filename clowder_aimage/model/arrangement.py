@@ -24,7 +24,7 @@ from clowder_aimage.formats.diffusers import (
 from clowder_aimage.formats.gguf_header import read_header
 from clowder_aimage.formats.transformers import build_facts
 from clowder_aimage.generation.model_default import derive_defaults
-from clowder_aimage.model.weights import find_object
+from clowder_aimage.model.model_file import find_object
 from clowder_aimage.oci import mediatype
 from clowder_aimage.oci.manifest import encode
 

@@ -10,7 +10,7 @@ from clowder_aimage.errors import ModelError
 from clowder_aimage.formats.diffusers import FLUX2, PIPELINES, Z_IMAGE
 from clowder_aimage.generation.request import GenerateRequest
 from clowder_aimage.model.library_choice import MLX, NO_TUNING, TorchTuning, choose_library
-from clowder_aimage.model.weights import read_object
+from clowder_aimage.model.model_file import read_object
 
 if TYPE_CHECKING:
     from clowder_aimage.model.flow.component import ModelComponents, NetworkKinds

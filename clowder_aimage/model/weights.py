@@ -18,22 +18,18 @@ from typing import TYPE_CHECKING, Any
 
 from clowder_aimage.content.store import BlobFiles
 from clowder_aimage.dialect.aimage import AImage, Layer
-from clowder_aimage.errors import FormatError, ModelError, NotFoundError
-from clowder_aimage.formats.model_tree import MAX_JSON
+from clowder_aimage.errors import FormatError, ModelError
 from clowder_aimage.model import tensor_view
 from clowder_aimage.model.catalogue import Catalogue
+from clowder_aimage.model.model_file import find_object, read_object
 from clowder_aimage.model.parameter_names import FLOATS
 from clowder_aimage.tensor import Quantization
-from clowder_aimage.tensor.config_fields import parse_object
 from clowder_aimage.tensor.quantization_config import QuantizationConfig
 
 if TYPE_CHECKING:
     from clowder_aimage.model.apply import ModuleParameter
     from clowder_aimage.model.array import Value
     from clowder_aimage.model.backend import mx
-
-# Bytes of a file; the largest vocabularies take about a tenth
-MAX_FILE = 256 * 1024 * 1024
 
 
 class ModelWeights:
@@ -271,38 +267,3 @@ def _keeps(requested: bool | None) -> bool:
     from clowder_aimage.model.backend import is_on_gpu
 
     return is_on_gpu() if requested is None else requested
-
-
-def find(store: BlobFiles, aimage: AImage, name: str) -> bytes | None:
-    """Return the bytes of the file ``name`` (such as ``vae/config.json``), or None.
-
-    Raises:
-        ModelError: It is too large.
-        AccessError: It is in the AImage but not in the store.
-    """
-    try:
-        descriptor = aimage.get_layer(name).descriptor
-    except NotFoundError:
-        return None
-    if descriptor.size > MAX_FILE:
-        raise ModelError(f"{name} has {descriptor.size} bytes; the limit is {MAX_FILE}")
-    with store.open(descriptor) as file:
-        return file.read()
-
-
-def find_object(store: BlobFiles, aimage: AImage, name: str) -> dict[str, Any] | None:
-    """Return the JSON object in the file ``name``, or None. Raises as ``find`` does."""
-    data = find(store, aimage, name)
-    return None if data is None else parse_object(name, data, MAX_JSON)
-
-
-def read_object(store: BlobFiles, aimage: AImage, name: str) -> dict[str, Any]:
-    """Return the JSON object in the file ``name``.
-
-    Raises:
-        ModelError: It does not exist, or is not a JSON object.
-    """
-    value = find_object(store, aimage, name)
-    if value is None:
-        raise ModelError(f"{name} not found in the model")
-    return value

@@ -11,7 +11,8 @@ from clowder_aimage.content.store import BlobFiles
 from clowder_aimage.dialect.aimage import AImage
 from clowder_aimage.model.flow.array_library import ArrayLibrary
 from clowder_aimage.model.flow.memory_budget import Module
-from clowder_aimage.model.weights import ModelWeights, read_object
+from clowder_aimage.model.model_file import read_object
+from clowder_aimage.model.weights import ModelWeights
 
 
 @dataclass(frozen=True, slots=True)

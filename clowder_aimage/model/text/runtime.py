@@ -55,7 +55,7 @@ def load_language_model(
         AccessError: A blob is not in the store.
     """
     # It imports numpy, which the names of runtimes do not need
-    from clowder_aimage.model.weights import find_object
+    from clowder_aimage.model.model_file import find_object
 
     runtime = find_runtime(aimage)
     if runtime not in _MODULES:

@@ -11,6 +11,7 @@ from clowder_aimage.content.store import BlobFiles
 from clowder_aimage.dialect.aimage import AImage
 from clowder_aimage.errors import ModelError
 from clowder_aimage.formats.model_tree import MAX_JSON
+from clowder_aimage.model.model_file import find, find_object
 from clowder_aimage.model.text.bpe_file import (
     MERGES,
     VOCABULARY,
@@ -21,7 +22,6 @@ from clowder_aimage.model.text.bpe_file import (
 from clowder_aimage.model.text.prefix_space import has_prefix_space, set_prefix_space
 from clowder_aimage.model.text.template_file import find_templates, parse_special_tokens
 from clowder_aimage.model.tokenizer_backend import TokenizerBackend
-from clowder_aimage.model.weights import find, find_object
 from clowder_aimage.tensor.config_fields import parse_object
 
 _TOKEN_OPTIONS = ("single_word", "lstrip", "rstrip", "normalized", "special")
