@@ -127,8 +127,8 @@ class PeftConfig:
             ),
             Pattern.parse(value.get("rank_pattern"), f"rank_pattern of {label}"),
             Pattern.parse(value.get("alpha_pattern"), f"alpha_pattern of {label}"),
-            value.get("use_rslora") is True,
-            value.get("use_dora") is True,
+            _parse_flag(value.get("use_rslora"), f"use_rslora of {label}"),
+            _parse_flag(value.get("use_dora"), f"use_dora of {label}"),
             value.get("bias", "none") != "none",
             tuple(saved),
             base.strip() or None if isinstance(base, str) else None,
@@ -184,6 +184,13 @@ def _check_initialization(value: object, label: str) -> None:
 
 def _parse_optional(value: object, label: str) -> float | None:
     return None if value is None else _parse_number(value, label)
+
+
+def _parse_flag(value: object, label: str) -> bool:
+    # What is not a boolean counts as true in peft, the text "false" too
+    if value is not None and not isinstance(value, bool):
+        raise FormatError(f"{label} is neither true nor false: {value!r:.40}")
+    return bool(value)
 
 
 def _parse_rank(value: object, label: str) -> int | None:

@@ -159,6 +159,8 @@ def test_an_adapter_for_another_base_says_what_it_is_for(tmp_path: Path) -> None
         ({"lora_alpha": "8"}, "alpha of .* is not a number: '8'"),
         ({"r": True}, "r of .* is not a number"),
         ({"r": -4, "use_rslora": True}, "r of .* is not a rank: -4"),
+        ({"use_rslora": 1}, "use_rslora of .* is neither true nor false: 1"),
+        ({"use_dora": "true"}, "use_dora of .* is neither true nor false: 'true'"),
         ({"r": 4, "rank_pattern": {"to_q": 0.5}, "lora_alpha": 1}, "rank_pattern is not a rank"),
         ({"alpha_pattern": []}, "alpha_pattern of .* is not an object"),
         ({"alpha_pattern": {"(a+)+": 1}}, "regular expression, which is not read"),
