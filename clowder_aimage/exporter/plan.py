@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
+from clowder_aimage.content.decompress import open_decompressed
 from clowder_aimage.content.store import BlobFiles
 from clowder_aimage.dialect import AImage, Layer
 from clowder_aimage.dialect.packing import is_packed, is_tar
@@ -227,10 +229,10 @@ class ExportPlanner:
 
     def _is_license(self, layer: Layer, license_: str) -> bool:
         """Return True for the text of this licence."""
-        if not is_license(layer.name) or is_packed(layer):
+        if not is_license(layer.name):
             return False
-        with self._store.open(layer.descriptor) as file:
-            return identify_license(file.read(MAX_TEXT)) == license_
+        with open_decompressed(self._store, layer.descriptor, layer.content) as file:
+            return identify_license(BufferedReader(file).read(MAX_TEXT)) == license_
 
     def _find_stem(self, component: str) -> str:
         """Return the stem of weight files of a component's library.

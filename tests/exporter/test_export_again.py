@@ -25,6 +25,8 @@ from tests.importer.test_importer_torchscript import MEMBERS, archive
 ONE, TWO = Reference.parse("one"), Reference.parse("two")
 MIT = b"---\nlicense: mit\n---\n"
 CARD = b"---\nlicense: mit\ntags: [x]\n---\n# Words\n"
+PERMISSION = b"""MIT License
+Permission is hereby granted, free of charge, to any person obtaining a copy of this software"""
 LORA = safetensors(
     [("layers.0.to_q.lora_A.weight", "F32", (2, 4)), ("layers.0.to_q.lora_B.weight", "F32", (4, 2))]
 )
@@ -105,13 +107,14 @@ def test_savedmodel_with_a_card_round_trips(
     assert again(store, tmp_path, source) == SAVED | {"README.md": card}
 
 
+@pytest.mark.parametrize("other", [{"README.md": CARD}, {"LICENSE": PERMISSION}], ids=["card", ""])
 @pytest.mark.parametrize("compression", ["", "gzip"])
 def test_directory_of_whole_files_round_trips(
-    store: ImageLayout, tmp_path: Path, compression: str
+    store: ImageLayout, tmp_path: Path, compression: str, other: dict[str, bytes]
 ) -> None:
-    source = write(tmp_path / "source", TRANSFORMERS | {"README.md": CARD})
+    source = write(tmp_path / "source", TRANSFORMERS | other)
     form = ModelForm(whole_files=True, compression=compression)
-    assert again(store, tmp_path, source, form=form) == TRANSFORMERS | {"README.md": CARD}
+    assert again(store, tmp_path, source, form=form) == TRANSFORMERS | other
 
 
 def test_peft_adapter_round_trips(store: ImageLayout, tmp_path: Path) -> None:
