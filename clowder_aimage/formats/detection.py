@@ -177,17 +177,28 @@ def _build_directory_error(root: Path, names: set[str], models: Mapping[str, str
     if models and set(models.values()) == {PICKLE}:
         return model_tree.build_pickle_error(root / min(models), torchscript.CONVERT)
     if models and set(models.values()) == {FILE_SAFETENSORS}:
-        missing = "config.json states no model" if _CONFIG in names else "there is no config.json"
-        return model_tree.build_whole_files_error(
-            f"{root} contains {min(models)}, but {missing}",
-            "pass a weight file itself, or a directory of a whole model",
-        )
+        return _build_weights_error(root, names, min(models))
     if len(models) > 1:
         return model_tree.build_whole_files_error(
             f"{root} contains {len(models)} models: {format_models(models)}",
             "pass the file of one model",
         )
     return _build_unsupported_error(root, next(iter(models.values()), ""))
+
+
+def _build_weights_error(root: Path, names: set[str], weights: str) -> ModelError:
+    """Return the error for a directory whose weights have no configuration beside them."""
+    message, advice = f"{root} contains {weights}, but", "pass a weight file itself, or a directory"
+    folder = Path(weights).parent
+    if _CONFIG in names:
+        reason = "config.json states no model"
+    elif "modules.json" in names and (root / folder / _CONFIG).is_file():
+        # sentence-transformers once wrote models so
+        reason = f"its config.json is in {folder}, not at the top"
+        advice = 'move its files to the top, with the path "" in modules.json; or pass a directory'
+    else:
+        reason = "there is no config.json"
+    return model_tree.build_whole_files_error(f"{message} {reason}", f"{advice} of a whole model")
 
 
 def _build_unsupported_error(path: Path, kind: str = "") -> ModelError:

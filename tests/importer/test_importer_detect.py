@@ -201,6 +201,12 @@ def test_a_config_without_an_architecture_is_refused(tmp_path: Path, config: byt
     refused(write(tmp_path, {"config.json": config, "model.safetensors": PLAIN}), "states no model")
 
 
+def test_a_model_beside_its_modules_names_the_folder(tmp_path: Path) -> None:
+    model = {"0_T/config.json": CONFIG, "0_T/model.safetensors": PLAIN}
+    refused(write(tmp_path, model), "there is no config.json")
+    refused(write(tmp_path, {"modules.json": b"[]"}), "its config.json is in 0_T, not at the top")
+
+
 @pytest.mark.parametrize("config", [b"\xff", b'{"model_type": "lla'])
 def test_a_damaged_config_is_refused(tmp_path: Path, config: bytes) -> None:
     with pytest.raises(FormatError, match=r"config\.json is not valid JSON"):
