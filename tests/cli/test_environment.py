@@ -195,6 +195,7 @@ def test_a_warning_is_an_event_with_json(
     path.touch()
     event = json.loads(resolve_with(here, registry, "--json").err)
     assert event["message"] == f"warning: {path} is ignored: it is empty"
+    assert (event["event"], event["level"]) == ("note", "warning")
 
 
 @pytest.mark.parametrize("situation", [name for name, it in UNUSABLE.items() if it[2]])

@@ -198,7 +198,9 @@ def format_event(kind: str, **fields: Any) -> str:
     """Return an event with its level as a line of ASCII JSON, without control characters."""
     import json
 
-    return json.dumps({"event": kind, "level": get_event_level(kind), **fields})
+    is_warning = str(fields.get("message")).startswith("warning: ")
+    level = "warning" if is_warning else get_event_level(kind)
+    return json.dumps({"event": kind, "level": level, **fields})
 
 
 def get_event_level(kind: str) -> str:
