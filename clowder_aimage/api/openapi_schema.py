@@ -9,7 +9,7 @@ from pydantic import BaseModel, TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import core_schema
 
-from clowder_aimage.api.request_body import OpenBody, RequestBody
+from clowder_aimage.api.request_body import OpenBody, RequestBody, is_optional_choice
 from clowder_aimage.http.operation import Operation
 
 SCHEMAS = "#/components/schemas/"
@@ -79,6 +79,8 @@ class _Schema(GenerateJsonSchema):
         fields, required = json_schema["properties"], json_schema.get("required", ())
         for name in fields.keys() - {*required}:
             fields[name] = _allow_null(fields[name])
+            if "enum" in fields[name] and is_optional_choice(kind.model_fields.get(name)):
+                fields[name]["enum"].append("")
         no_effect = {"description": "Accepted, and has no effect."}
         rules = [rule.build_schema(fields.keys(), kind.list_unset) for rule in kind.list_rules()]
         if stated := [rule for rule in rules if rule is not None]:

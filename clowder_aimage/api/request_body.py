@@ -11,7 +11,7 @@ from codecs import BOM_UTF8
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, islice
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, get_args, get_origin
 from urllib.parse import quote
 
 from aiohttp import web
@@ -89,7 +89,7 @@ class RequestBody(BaseModel):
             for name, field in value.items()
             if name in cls.NO_EFFECT
             or (field is None and not (forbids and name not in known))
-            or (is_form(info) and field in ABSENT_IN_FORMS and not _is_required(known.get(name)))
+            or _is_absent(field, known.get(name), in_form=is_form(info))
         }
         fields = {
             name: field.strip()
@@ -154,6 +154,24 @@ def _iter_ignored_items(path: str, items: Sequence[object]) -> Iterator[str]:
     for index, item in enumerate(items):
         if isinstance(item, RequestBody):
             yield from (f"{path}[{index}].{nested}" for nested in item.iter_ignored())
+
+
+def is_optional_choice(field: FieldInfo | None) -> bool:
+    """Return True for a field with several words as values, of which an empty text is none."""
+    if field is None or field.is_required():
+        return False
+    kind: Any = field.annotation
+    if type(None) in get_args(kind):
+        kind = get_args(kind)[0]
+    # Of an annotated type, the type
+    kind = getattr(kind, "__origin__", kind) if hasattr(kind, "__metadata__") else kind
+    return get_origin(kind) is Literal and len(get_args(kind)) > 1
+
+
+def _is_absent(value: object, field: FieldInfo | None, *, in_form: bool) -> bool:
+    """Return True if the value of a field counts as absent, though it is not null."""
+    is_empty = value == "" and is_optional_choice(field)
+    return is_empty or (in_form and value in ABSENT_IN_FORMS and not _is_required(field))
 
 
 def _is_text(field: FieldInfo | None) -> bool:
@@ -361,7 +379,10 @@ def check_fields(
     The values of a form are texts. Raises ApiError (400) if a field is malformed.
     """
     absent = {
-        name: default for name, default in (defaults or {}).items() if value.get(name) is None
+        name: default
+        for name, default in (defaults or {}).items()
+        if (stated := value.get(name)) is None
+        or _is_absent(stated, kind.model_fields.get(name), in_form=is_form)
     }
     try:
         fields, context = {**value, **absent}, {"is_form": is_form}

@@ -153,13 +153,23 @@ def test_ollamas_stop_is_a_flag_or_texts() -> None:
             ChatRequest,
             {"tools": [{"type": None, "function": {"name": "a", "parameters": None}}]},
         ),
+        (ChatRequest, {"reasoning_effort": "", "messages": [{**USER, "name": ""}]}),
+        (OllamaChatBody, {"think": "", "format": ""}),
+        (ImageRequest, dict.fromkeys(("size", "quality", "background", "response_format"), "")),
         (BatchBody, {"metadata": {"a": None}, "output_expires_after": None, "prompt": None}),
         (ImageRequest, {"loras": [{"model": "a", "strength": None}], "output": None}),
     ],
     ids=str,
 )
-def test_null_counts_as_absent_inside_objects(kind: type[RequestBody], fields: Any) -> None:
-    assert not [*read(kind, fields).iter_ignored()]
+def test_nulls_and_empty_choices_count_as_absent(kind: type[RequestBody], fields: Any) -> None:
+    body = read(kind, fields)
+    assert not [*body.iter_ignored()] and getattr(body, "size", "auto") == "auto"
+
+
+@pytest.mark.parametrize(("text", "is_form"), [("", False), ("", True), ("null", True)])
+def test_an_absent_field_has_the_default_of_the_worker(text: str, is_form: bool) -> None:
+    body = {"prompt": "a", "pull": text}
+    assert read_request(body, ImageRequest, is_form=is_form, pull="never").pull == "never"
 
 
 def test_alternatives_of_no_log_probabilities_ask_for_nothing() -> None:

@@ -66,6 +66,8 @@ _Effort = Literal["low", "medium", "high", "max"]
 
 def _check_thinking(value: object) -> object:
     """Return a boolean or a level. Raises ValueError."""
+    if value == "":
+        return None
     if not isinstance(value, bool | None) and value not in get_args(_Effort):
         raise ValueError(f"must be true, false or one of {', '.join(get_args(_Effort))}")
     return value
@@ -144,7 +146,7 @@ class OllamaTextBody(OllamaBody):
         "no grammars.",
     )
     think: Annotated[
-        Any, BeforeValidator(_check_thinking, json_schema_input_type=bool | _Effort)
+        Any, BeforeValidator(_check_thinking, json_schema_input_type=bool | _Effort | Literal[""])
     ] = Field(
         default=None,
         description="Turn thinking on or off. A level turns it on, and is passed to chat templates "

@@ -64,8 +64,9 @@ Size = Annotated[
         max_length=MAX_NAME,
         description="`auto`, or WIDTHxHEIGHT such as `1024x1024`.",
         examples=["32x32"],
-        json_schema_extra={"pattern": f"^(auto|{_SIZE.pattern})$"},
+        json_schema_extra={"pattern": f"^(auto|{_SIZE.pattern})?$"},
     ),
+    AfterValidator(lambda text: text or "auto"),
 ]
 # Fields that are JSON in a form
 _OBJECTS = ("loras", "output")

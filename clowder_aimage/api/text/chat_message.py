@@ -108,7 +108,7 @@ class Message(RequestBody):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
-    name: _Name | None = None
+    name: Annotated[str, Field(max_length=MAX_NAME)] | None = None
     tool_calls: list[Call] | None = Field(default=None, max_length=MAX_TOOLS)
     tool_call_id: str | None = Field(
         default=None,
@@ -149,6 +149,8 @@ class Message(RequestBody):
         fields = self.model_dump(exclude_none=True)
         fields["role"] = "system" if self.role == "developer" else self.role
         fields["content"] = self.content or ""
+        if not self.name:
+            fields.pop("name", None)
         return fields
 
 
