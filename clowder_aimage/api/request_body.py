@@ -7,7 +7,7 @@ are ignored and listed in a header of the response, or refused if the request is
 from __future__ import annotations
 
 import re
-from codecs import BOM_UTF8
+from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, islice
@@ -48,6 +48,8 @@ _UNSET: tuple[Any, ...] = (None, False, "", [])
 # Limits of the names in a header, and of their characters
 _MAX_IGNORED, _MAX_PATH = 20, 100
 IGNORED = {"X-Aimage-Ignored": "The ignored fields, such as `cfg, messages[0].mood`."}
+# The beginning of a form, of either type
+_FORM = re.compile(rb"--[\w'-]|[\w.%\[\]-]+=")
 # Bytes of a body that is parsed at once, in the event loop
 _SHORT = 1 << 16
 _T = TypeVar("_T")
@@ -355,6 +357,10 @@ def read_object(raw: bytes, limit: int = MAX_DOCUMENT_SIZE) -> dict[str, Any]:
     try:
         if not raw.strip():
             raise FormatError("the request body is empty; expected a JSON object")
+        if raw.startswith((BOM_UTF16_LE, BOM_UTF16_BE)):
+            raise FormatError("the request body is in UTF-16; expected UTF-8")
+        if _FORM.match(raw):
+            raise FormatError("the request body is a form; expected a JSON object")
         raw = raw.removeprefix(BOM_UTF8)
         value = read_json(raw, "the request body", limit)
         if not isinstance(value, dict):

@@ -290,6 +290,22 @@ def test_what_is_not_base64_is_refused(
         decode_base64(text.encode())
 
 
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        (b"prompt=a+dog&n=1", "is a form"),
+        (b"--x\r\nContent-Disposition: form-data", "is a form"),
+        ('{"a": 1}'.encode("utf-16"), "is in UTF-16"),
+        (b"--", "is not valid JSON"),
+        (b'"a=b"', "must be a JSON object"),
+    ],
+)
+def test_bodies_of_other_types_are_named(raw: bytes, message: str) -> None:
+    with pytest.raises(ApiError, match=f"the request body {message}") as caught:
+        read_object(raw)
+    assert (caught.value.status, caught.value.code) == (400, "invalid_json")
+
+
 def test_a_byte_order_mark_is_not_part_of_a_body() -> None:
     assert read_object(BOM_UTF8 + b'{"a": 1}') == {"a": 1}
     line = {"custom_id": "1", "url": "/v1/embeddings", "body": {"input": "a"}}
