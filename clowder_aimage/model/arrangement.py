@@ -56,6 +56,9 @@ def _is_settled(aimage: AImage) -> bool:
     properties, format_ = aimage.properties, aimage.properties.get("format")
     if properties.get("family") in FAMILIES or "adapter" in properties or format_ in _OTHER:
         return True
+    # ``create`` of a later version may know another family
+    if "family" in properties and properties.get("components"):
+        return True
     # A component alone has an architecture
     if format_ == _DIFFUSERS and properties.keys() & {"pipeline", "architecture"}:
         return True

@@ -113,7 +113,8 @@ def test_a_public_root_key_is_a_text_or_in_a_file(tmp_path: Path) -> None:
     assert read_public_root_key(ROOT_KEY.public) == ROOT_KEY.public
     assert read_public_root_key(str(tmp_path / "key")) == ROOT_KEY.public
     (tmp_path / "seed").write_text(ROOT_KEY.seed)
-    texts = (A, ROOT_KEY.public[:-1] + "A", ROOT_KEY.seed, "O\0")
+    changed = ROOT_KEY.public[:-1] + ("B" if ROOT_KEY.public[-1] == "A" else "A")
+    texts = (A, changed, ROOT_KEY.seed, "O\0")
     for wrong in (*texts, str(tmp_path / "none"), str(tmp_path / "seed")):
         with pytest.raises(AImageError) as raised:
             read_public_root_key(wrong)
