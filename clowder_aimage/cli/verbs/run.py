@@ -180,13 +180,13 @@ def run(
     drafts = order_drafts(values, prompt or "")
     client = find_named_worker(_SERVED, is_local=local, is_remote=remote)
     reference = pack_path(model, client) if isinstance(model, Path) else model
+    if values["push"] is not None:
+        check_push(values["push"], prompt, reference)
     is_text = is_language_model(reference, client, local=local)
     check_options(reference, is_text=is_text)
     # Wrong options, before a load.
     if is_text:
         build_text_request(values, [{"role": "user", "content": ""}])
-    elif values["push"] is not None:
-        check_push(values["push"], prompt, reference)
     tuning = TorchTuning(bool(values["compile"]), values["attention"], values["device"])
     options = LocalOptions(
         dtype, memory, backend, tuning, precision, values["lora_dir"], is_last=prompt is not None
