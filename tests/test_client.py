@@ -25,7 +25,10 @@ from clowder_aimage import (
     pull,
     push,
 )
+from clowder_aimage.client import ProgressCounter
+from clowder_aimage.content.copy_option import CopyEvent
 from clowder_aimage.errors import NotFoundError, UsageError
+from clowder_aimage.oci import Descriptor
 from tests.abridged import abridge
 from tests.conftest import TINY
 from tests.controlnet_file import tensors, write_file
@@ -331,3 +334,26 @@ def test_the_programs_of_the_page(registry: RealRegistry, tmp_path: Path) -> Non
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "circles.png").stat().st_size and (tmp_path / "exported").is_dir()
     assert done.stdout.splitlines()[-1].startswith("NotFoundError 3 ")
+
+
+EVENT = b"x" * 10
+
+
+@pytest.mark.parametrize(
+    ("kinds", "done"),
+    [
+        (("plan", "start", "progress", "done"), 10),
+        (("plan", "skip"), 10),
+        (("plan", "progress"), 4),
+        (("plan", "start", "progress", "progress"), 8),
+        (("plan", "done"), 0),
+    ],
+)
+def test_bytes_of_a_copy_are_counted_once(kinds: tuple[str, ...], done: int) -> None:
+    counted = list[tuple[int, int]]()
+    counter = ProgressCounter(lambda *counts: counted.append(counts))
+    blob = Descriptor.of("application/x", EVENT)
+    for kind in kinds:
+        count = {"plan": 10, "progress": 4}.get(kind, 0)
+        counter.on_event(CopyEvent(kind, None if kind == "plan" else blob, count))
+    assert counted[-1] == (done, 10)

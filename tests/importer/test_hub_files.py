@@ -49,6 +49,22 @@ def test_of_transformers_the_shards_of_the_index_are_chosen() -> None:
     assert chosen(wanted | more, model=SHARDS) == wanted
 
 
+MODULES = [{"path": "", "type": "Transformer"}, {"path": "2_Dense", "type": "Dense"}]
+
+
+def test_the_weights_of_modules_are_chosen() -> None:
+    wanted = {"config.json", "model.safetensors", "modules.json", "2_Dense/config.json"}
+    wanted.add("2_Dense/model.safetensors")
+    more = {"2_Dense/pytorch_model.bin"}
+    assert chosen(wanted | more, modules=MODULES) == wanted
+
+
+def test_pickled_weights_of_a_module_are_refused() -> None:
+    files = {"config.json", "model.safetensors", "modules.json", "2_Dense/pytorch_model.bin"}
+    with pytest.raises(ModelError, match=r"2_Dense/pytorch_model\.bin"):
+        chosen(files, modules=MODULES)
+
+
 def test_of_several_weight_files_the_one_without_a_variant_is_chosen() -> None:
     more = {"model.fp16.safetensors", "consolidated.safetensors"}
     wanted = {"config.json", "model.safetensors"}
