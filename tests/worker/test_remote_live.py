@@ -228,8 +228,8 @@ def test_remote_verbs_work_over_a_unix_socket(here: Aimage, worker: LocalWorker)
 def test_a_worker_without_mlx_lists_models_and_refuses_generation(
     here: Aimage, stocked: Path
 ) -> None:
-    """Simulate an installation with the extra [worker] but not [mlx]."""
-    blocked = ("mlx", "numpy", "PIL", "tokenizers", "jinja2")
+    """Simulate an installation with the extra [worker] but neither [mlx] nor [torch]."""
+    blocked = ("mlx", "torch", "numpy", "PIL", "tokenizers", "jinja2")
     text = f"import sys; sys.modules.update(dict.fromkeys({blocked}))"
     (here.home / "sitecustomize.py").write_text(text)
     copy_store(stocked, here.home / "its")
