@@ -128,11 +128,6 @@ def test_text_options_are_refused_with_an_image_model(stocked: Callable[[], Aima
     assert "--top-p applies to language models; x:latest generates pictures" in said.err
 
 
-def test_a_missing_model_is_not_found_whatever_the_options(stocked: Callable[[], Aimage]) -> None:
-    said = stocked()("run", "none", "a fox", "--top-p", 0.5, code=3)
-    assert "none:latest not found in the store" in said.err
-
-
 def test_json_prints_one_object(talker: Talker) -> None:
     end = TextEnd(LENGTH, 9, 2, 4, 0.5, 0.25)
     here, _ = talker([TextDelta("hm", "thinking"), "a\x1b", "b", end])

@@ -55,8 +55,7 @@ def _find_capabilities(
     """Return what a model can do; nothing if it is unknown, or an image model.
 
     It is known from the worker of ``client``; without one from the store, from the default worker
-    unless ``local``, or from the registry. Raises UnrunnableError: its files do not permit it, and
-    NotFoundError: it is nowhere.
+    unless ``local``, or from the registry. Raises UnrunnableError: its files do not permit it.
     """
     if client is not None:
         return _ask_worker(client, reference) or ()
@@ -66,8 +65,6 @@ def _find_capabilities(
     except NotFoundError:
         default = None if local else find_default_worker(reference)
         found = _ask_worker(default[0], reference) if default else None
-        if found is None and default is None and not _has_registry(reference):
-            raise
         return _ask_registry(reference) if found is None else found
     except AImageError:
         # The error of the request for a picture is more specific.
@@ -101,10 +98,6 @@ def _ask_worker(client: WorkerClient, reference: Reference) -> tuple[str, ...] |
         capabilities = answer.get("capabilities") if isinstance(answer, dict) else None
         return tuple(map(str, capabilities)) if isinstance(capabilities, list) else ()
     return None
-
-
-def _has_registry(reference: Reference) -> bool:
-    return get_settings().build_client_options().expand(reference).registry is not None
 
 
 def _ask_registry(reference: Reference) -> tuple[str, ...]:
