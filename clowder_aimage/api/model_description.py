@@ -20,7 +20,6 @@ from clowder_aimage.api.model_details import ModelDetails, build_details
 from clowder_aimage.api.model_kind import EMBEDDER, PICTURES, TEXT, classify_model
 from clowder_aimage.dialect import AImage
 from clowder_aimage.dialect.packing import is_known_late
-from clowder_aimage.engine.model_fetch import read_model
 from clowder_aimage.errors import AImageError, is_passing
 from clowder_aimage.generation.request import MODEL_DEFAULTS, GenerateRequest
 from clowder_aimage.layout import ImageLayout
@@ -28,6 +27,7 @@ from clowder_aimage.layout.description import MODEL, keep_description, read_desc
 from clowder_aimage.layout.summary import find_weight_type
 from clowder_aimage.model.ability import Ability
 from clowder_aimage.model.adapter_source import is_adapter
+from clowder_aimage.model.runnable import read_model
 from clowder_aimage.model.stored_ability import find_ability
 from clowder_aimage.model.text.text_facts import TextFacts, read_text_facts
 from clowder_aimage.oci import Descriptor, Digest

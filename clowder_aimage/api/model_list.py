@@ -17,7 +17,6 @@ from typing_extensions import TypedDict
 from clowder_aimage.api.service import Service
 from clowder_aimage.dialect import AImage
 from clowder_aimage.engine.executor import run_io, run_locking
-from clowder_aimage.engine.model_fetch import read_model
 from clowder_aimage.errors import AImageError, NotFoundError, describe_each
 from clowder_aimage.generation.request import LoraUse
 from clowder_aimage.http.api_error import ApiError
@@ -26,6 +25,7 @@ from clowder_aimage.layout.completeness import check_completeness
 from clowder_aimage.layout.gc import Collector
 from clowder_aimage.layout.index import is_same_name
 from clowder_aimage.layout.layout import index_name
+from clowder_aimage.model.runnable import read_model
 from clowder_aimage.oci import Descriptor, Digest, Reference
 
 _log = logging.getLogger("aimage.worker")

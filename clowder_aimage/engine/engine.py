@@ -47,7 +47,7 @@ from clowder_aimage.engine.executor import run_generation
 from clowder_aimage.engine.first_variant import FirstVariant
 from clowder_aimage.engine.machine import read_available_memory
 from clowder_aimage.engine.metric import Metrics
-from clowder_aimage.engine.model_fetch import fetch, find, read_model
+from clowder_aimage.engine.model_fetch import fetch, find
 from clowder_aimage.engine.queued_request import MakeRequest, ModelSlot, QueuedRequest
 from clowder_aimage.engine.scheduler import ModelScheduler
 from clowder_aimage.engine.schema_trials import SchemaTrials
@@ -59,6 +59,7 @@ from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import StoredAImage
 from clowder_aimage.model.ability import PIPELINES, Ability
 from clowder_aimage.model.pipeline import Step
+from clowder_aimage.model.runnable import read_model
 from clowder_aimage.model.stored_ability import find_ability
 from clowder_aimage.model.text.language_model import (
     COMPLETION,

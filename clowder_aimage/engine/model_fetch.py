@@ -18,9 +18,8 @@ from clowder_aimage.errors import AImageError, NotFoundError, VerificationError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.completeness import check_stored, describe_missing, suggest_completion
 from clowder_aimage.layout.stored_aimage import StoredAImage, read_stored
-from clowder_aimage.layout.unpacking import needs_unpacking
-from clowder_aimage.model.runnable import describe, prepare
-from clowder_aimage.oci import Descriptor, Reference
+from clowder_aimage.model.runnable import prepare
+from clowder_aimage.oci import Reference
 
 # Seconds between two attempts to fetch a model
 MAX_DELAY = 60.0
@@ -56,22 +55,6 @@ def find(store: ImageLayout, reference: Reference) -> StoredAImage:
         f"model {reference} is incomplete or damaged: the store lacks {missing}",
         **suggest_completion(store, reference, root),
     )
-
-
-def read_model(store: ImageLayout, root: Descriptor, *, unpacks: bool = False) -> StoredAImage:
-    """Return an AImage with its config validated; its blobs may be missing.
-
-    unpacks: it is unpacked now, if it is packed and complete. Raises NotFoundError, ContentError.
-    """
-    stored = read_stored(store, root)
-    if unpacks and needs_unpacking(store, stored):
-        _log.info("unpacking", extra={"digest": str(root.digest), "bytes": stored.size})
-        with store.lease(root.digest) as lease:
-            stored = prepare(store, stored, lease)
-    else:
-        stored = describe(store, stored)
-    stored.aimage.validate()
-    return stored
 
 
 async def fetch(

@@ -53,7 +53,8 @@ class Ability:
     def check(self, name: object) -> None:
         """Raise UnrunnableError if the model cannot run here."""
         obstacle, advice = self.find_obstacle()
-        if obstacle:
+        # The process of pictures names what it lacks, with the command that installs it
+        if obstacle and self.runtime != PIPELINES:
             raise UnrunnableError(f"{name} cannot run here: {obstacle}", hint=advice or None)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 
 from clowder_aimage.content.store import Lease
@@ -9,10 +10,12 @@ from clowder_aimage.dialect.packing import has_packed_layers
 from clowder_aimage.errors import FormatError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.completeness import open_complete
-from clowder_aimage.layout.stored_aimage import StoredAImage
-from clowder_aimage.layout.unpacking import find_unpacked, unpack_layers
+from clowder_aimage.layout.stored_aimage import StoredAImage, read_stored
+from clowder_aimage.layout.unpacking import find_unpacked, needs_unpacking, unpack_layers
 from clowder_aimage.model.arrangement import arrange
-from clowder_aimage.oci import Reference
+from clowder_aimage.oci import Descriptor, Reference
+
+_log = logging.getLogger("aimage.worker")
 
 
 def open_runnable(store: ImageLayout, reference: Reference, lease: Lease) -> StoredAImage:
@@ -44,3 +47,19 @@ def describe(store: ImageLayout, stored: StoredAImage) -> StoredAImage:
         aimage = find_unpacked(store, stored, None) or aimage
     aimage = arrange(store, aimage)
     return stored if aimage is stored.aimage else replace(stored, aimage=aimage)
+
+
+def read_model(store: ImageLayout, root: Descriptor, *, unpacks: bool = False) -> StoredAImage:
+    """Return an AImage with its config validated; its blobs may be missing.
+
+    unpacks: it is unpacked now, if it is packed and complete. Raises NotFoundError, ContentError.
+    """
+    stored = read_stored(store, root)
+    if unpacks and needs_unpacking(store, stored):
+        _log.info("unpacking", extra={"digest": str(root.digest), "bytes": stored.size})
+        with store.lease(root.digest) as lease:
+            stored = prepare(store, stored, lease)
+    else:
+        stored = describe(store, stored)
+    stored.aimage.validate()
+    return stored

@@ -20,7 +20,6 @@ from clowder_aimage.api.request_body import build_field_error, read_query
 from clowder_aimage.api.service import Service
 from clowder_aimage.api.store import operation as store_operation
 from clowder_aimage.engine.executor import run_io
-from clowder_aimage.engine.model_fetch import read_model
 from clowder_aimage.errors import AImageError, FormatError, NotFoundError, UsageError
 from clowder_aimage.generation.request import LoraUse
 from clowder_aimage.http.local_request import Request
@@ -28,6 +27,7 @@ from clowder_aimage.http.route import Route, share
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import StoredAImage, interpret, read_manifest
 from clowder_aimage.model.adapter_source import AdapterFinder, is_adapter
+from clowder_aimage.model.runnable import read_model
 from clowder_aimage.oci import Descriptor, Digest, Reference
 
 # The components that adapters change

@@ -80,9 +80,9 @@ def _find_capabilities(
 
 def _read_unpacked(reference: Reference) -> StoredAImage:
     """Return an AImage of the store; it is unpacked now if it is packed, which may take long."""
-    from clowder_aimage.engine.model_fetch import read_model
     from clowder_aimage.layout.stored_aimage import read_stored
     from clowder_aimage.layout.unpacking import needs_unpacking
+    from clowder_aimage.model.runnable import read_model
 
     layout = get_settings().layout
     root = layout.resolve(reference)
@@ -127,7 +127,7 @@ def _guess_capabilities(aimage: AImage) -> tuple[str, ...]:
 
 def _may_draw(reference: Reference) -> bool:
     """Return False for an AImage in the store that is not an image model."""
-    from clowder_aimage.engine.model_fetch import read_model
+    from clowder_aimage.model.runnable import read_model
     from clowder_aimage.model.stored_ability import is_runnable
 
     layout = get_settings().layout
