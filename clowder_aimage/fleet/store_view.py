@@ -5,6 +5,7 @@ Jobs for a model that this worker cannot run are refused by the worker itself.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
@@ -22,9 +23,15 @@ class StoreView:
     models: dict[str, str] = field(default_factory=dict)
     kinds: dict[str, str] = field(default_factory=dict)
     _fingerprint: Hashable = None
+    # Of two reads at once the one that began first could end last.
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def read(self) -> None:
         """Read the store again if it has changed. Raises AImageError."""
+        with self._lock:
+            self._read()
+
+    def _read(self) -> None:
         fingerprint = self.store.compute_fingerprint()
         if fingerprint is not None and fingerprint == self._fingerprint:
             return

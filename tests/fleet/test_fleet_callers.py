@@ -13,6 +13,7 @@ import pytest
 from clowder_aimage.api.batch import run as batch_run
 from clowder_aimage.fleet.gateway import gateway as fleet_gateway
 from clowder_aimage.fleet.gateway.batch_store import FleetBatchStore
+from clowder_aimage.fleet.link import FleetLink
 from clowder_aimage.http.caller import compute_name
 from clowder_aimage.http.caller_ledger import CallerBounds
 from tests.fleet.fleet_run import PICTURES, FleetRun
@@ -53,6 +54,14 @@ async def enter(stack: AsyncExitStack, fleet: FleetRun, bounds: CallerBounds) ->
     """Return the addresses of two gateways."""
     runs = (fleet.gateway(tokens=TOKENS, bounds=bounds) for _ in range(2))
     return [await stack.enter_async_context(run) for run in runs]
+
+
+async def operate(stack: AsyncExitStack, fleet: FleetRun) -> FleetLink:
+    """Return the connection of an operator."""
+    link = fleet.operator()
+    await stack.enter_async_context(link.open())
+    await link.wait_until_ready(30)
+    return link
 
 
 def test_files_and_batches_of_a_token_are_bounded_at_all_gateways(
@@ -150,9 +159,7 @@ def test_jobs_that_go_on_without_their_client_are_bounded(
             await stack.enter_async_context(fleet.worker("w1", role))
             fleet.session.headers.update(authorize(MINE))
             await fleet.know(url, 1)
-            link = fleet.operator()
-            await stack.enter_async_context(link.open())
-            await link.wait_until_ready(30)
+            link = await operate(stack, fleet)
 
             async def count() -> int:
                 return (await link.streams.stream_info(link.names.jobs)).state.messages
@@ -190,9 +197,7 @@ def test_one_token_cannot_fill_a_small_stream_of_bodies(play: Play) -> None:
             await stack.enter_async_context(fleet.worker("w1", role))
             fleet.session.headers.update(authorize(MINE))
             await fleet.know(url, 1)
-            link = fleet.operator()
-            await stack.enter_async_context(link.open())
-            await link.wait_until_ready(30)
+            link = await operate(stack, fleet)
 
             async def count() -> int:
                 return (await link.streams.stream_info(link.names.bodies)).state.bytes
