@@ -351,7 +351,9 @@ async def _read_bucket(link: FleetLink, workers: WorkerRegistry) -> None:
             if _is_removal(message.headers):
                 continue
             raw = message.data or b""
-        workers.read(worker, raw)
+        # A status that arrived meanwhile is newer.
+        if not workers.has_fresh(worker):
+            workers.read(worker, raw)
 
 
 def _is_removal(headers: Mapping[str, str] | None) -> bool:

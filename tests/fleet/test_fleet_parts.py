@@ -53,7 +53,7 @@ from clowder_aimage.fleet.name import BATCH, GATEWAY, INTERACTIVE, FleetNames
 from clowder_aimage.fleet.placement import DemandStats, Placement, SlotCounter
 from clowder_aimage.fleet.stream import FleetShape
 from clowder_aimage.fleet.ticket import Admission, JobTicket
-from clowder_aimage.fleet.worker_registry import WorkerRegistry, WorkerStatus
+from clowder_aimage.fleet.worker_registry import WorkerRegistry, WorkerStatus, WorkerWatch
 from clowder_aimage.http import background
 from clowder_aimage.http.api_error import ApiError
 from tests.fleet.attempt import build_begin
@@ -251,6 +251,28 @@ def test_a_worker_that_does_not_report_is_gone() -> None:
     assert [each.id for each in workers.list_statuses()] == ["w2"]
     with pytest.raises(UsageError, match="default"):
         workers.find(None)
+
+
+def test_a_status_that_arrives_while_the_bucket_is_read_is_the_newer_one() -> None:
+    link: Any = SimpleNamespace(names=FleetNames("f"), is_ready=True)
+    listeners: dict[str, Any] = {}
+    link.listen = listeners.setdefault
+    watch = WorkerWatch(link)
+    (subject,), (take,) = listeners.keys(), listeners.values()
+    (older, newer), other = (status_of("w1", done=done) for done in (1, 2)), status_of("w2")
+    subjects = {subject.replace("*", each.id): each for each in (older, other)}
+
+    async def read_info(*_: Any, **__: Any) -> Any:
+        return SimpleNamespace(state=SimpleNamespace(subjects=subjects))
+
+    async def read_message(_: str, subject: str, **__: Any) -> Any:
+        if subject.endswith("w1"):
+            await take(SimpleNamespace(headers=None, subject=subject, data=newer.encode()))
+        return SimpleNamespace(headers=None, data=subjects[subject].encode())
+
+    link.streams = SimpleNamespace(stream_info=read_info, get_msg=read_message)
+    asyncio.run(watch.run())
+    assert watch.workers.list_statuses() == [newer, other]
 
 
 def test_room_is_shared_by_texts_of_one_model() -> None:
