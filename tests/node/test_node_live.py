@@ -131,7 +131,8 @@ def test_invalid_empty_and_missing_lists_remove_nothing_and_are_reported(
     (node.desired / "models.json").write_text('[{"ref": ')
     until(lambda: node.readiness()[1]["warnings"] == ["desired state invalid"], "the warning")
     assert node.metric("aimage_config_last_reload_successful") == 0
-    assert node.metric("aimage_desired_images") == 1  # the last valid state applies
+    # The last valid state applies; the metric is set at the end of a round.
+    until(lambda: node.metric("aimage_desired_images") == 1, "the metric")
     desired = node.status()["desired"]
     assert not desired["valid"] and "models.json" in desired["error"]
 
