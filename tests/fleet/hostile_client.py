@@ -50,11 +50,13 @@ class HostileClient:
     async def _post(self, path: str, **options: object) -> dict[str, object]:
         timeout = aiohttp.ClientTimeout(total=30)
         async with self._session.post(self._url + path, timeout=timeout, **options) as answer:  # type: ignore[arg-type]
-            self.statuses[f"{path} {answer.status}"] += 1
+            value: object = None
             with contextlib.suppress(ValueError, aiohttp.ClientError):
                 value = await answer.json()
-                return value if isinstance(value, dict) else {}
-        return {}
+            fields = value if isinstance(value, dict) else {}
+            reason = fields["error"]["message"] if answer.status == 503 and fields else ""
+            self.statuses[f"{path} {answer.status} {reason}".rstrip()] += 1
+        return fields
 
     async def _store_file(self) -> None:
         line = {"custom_id": "\ud800", "method": "POST", "url": "/v1/images/generations"}
