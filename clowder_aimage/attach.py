@@ -14,6 +14,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from clowder_aimage.content import OnEvent, Overlay, Source, copy
 from clowder_aimage.content.atomic_file import DISK_FULL, open_atomic, write_all
@@ -39,6 +40,44 @@ _LAYER = "application/octet-stream"
 # The grammar of a media type's parts: RFC 6838, 4.2.
 _NAME = r"[A-Za-z0-9][A-Za-z0-9!#$&^_.+-]{0,126}"
 _MEDIA_TYPE = re.compile(rf"{_NAME}/{_NAME}")
+
+
+class AttachedArtifact(NamedTuple):
+    """An artifact whose subject is another; ``level`` counts the subjects above the direct one."""
+
+    level: int
+    subject: Digest
+    descriptor: Descriptor
+
+    def to_json(self, root: Reference, *, has_subject: bool) -> dict[str, Any]:
+        """Return the artifact, attached to ``root``, for programs."""
+        value = {"reference": str(root.with_digest(self.descriptor.digest))}
+        value |= self.descriptor.to_json()
+        return value | ({"subject": str(self.subject)} if has_subject else {})
+
+
+def list_attached(
+    reference: Reference,
+    connection: ClientOptions,
+    artifact_type: str = "",
+    *,
+    is_recursive: bool = False,
+) -> list[AttachedArtifact]:
+    """Return the artifacts of a type whose subject is ``reference``; there may be none.
+
+    Raises NotFoundError, UnauthorizedError, NetworkError, RegistryError.
+    """
+    with Repository(reference, connection) as repository:
+        # A digest needs no request, and its manifest may be missing: referrers may come before it.
+        subject = reference.digest or repository.resolve(reference).digest
+        if not is_recursive:
+            direct = repository.list_referrers(subject, artifact_type)
+            return [AttachedArtifact(0, subject, descriptor) for descriptor in direct]
+        return [
+            AttachedArtifact(*entry)
+            for entry in repository.iter_referrers(subject)
+            if artifact_type in ("", entry[2].extra.get("artifactType"))
+        ]
 
 
 def attach(

@@ -25,6 +25,8 @@ from clowder_aimage.registry import ClientOptions, Repository
 
 # The dialect of an artifact that is not an AImage.
 FOREIGN = "foreign"
+# The kinds of layers, by what becomes of them.
+KINDS = ("shared", "changed", "added", "removed")
 # Levels of a config. Deeper values are compared as a whole.
 _MAX_DEPTH = 16
 
@@ -107,6 +109,62 @@ class Difference:
         """Return True if only the dialects may differ."""
         layers = (*self.changed, *self.added, *self.removed)
         return not (layers or self.config or self.annotations)
+
+    def sum_changes(self, kind: str, *, is_tensor: bool) -> tuple[list[Change], int, int]:
+        """Return the layers of a kind, and their bytes in A and in B."""
+        changes: tuple[Change, ...] = getattr(self, kind)
+        chosen = [change for change in changes if change.is_tensor == is_tensor]
+        sizes = sum(change.before for change in chosen), sum(change.after for change in chosen)
+        return chosen, *sizes
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the differences for programs."""
+        return {
+            "a": _encode_side(self.a),
+            "b": _encode_side(self.b),
+            "differ": not self.is_empty,
+            "tensors": _encode_layers(self, is_tensor=True),
+            "files": _encode_layers(self, is_tensor=False),
+            "config": [_encode_field(field) for field in self.config],
+            "annotations": [_encode_field(field) for field in self.annotations],
+            "fetch": {"blobs": len(self.fetch), "size": sum(self.fetch.values())},
+        }
+
+
+def _encode_side(side: Side) -> dict[str, Any]:
+    return {
+        "reference": str(side.reference),
+        "digest": str(side.manifest.digest),
+        "mediaType": side.manifest.media_type,
+        "dialect": side.dialect,
+        "where": side.where,
+    }
+
+
+def _encode_layers(difference: Difference, *, is_tensor: bool) -> dict[str, Any]:
+    """Return counts and bytes: ``before`` in A, ``after`` in B. Shared layers are not listed."""
+    value: dict[str, Any] = {}
+    for kind in KINDS:
+        changes, before, after = difference.sum_changes(kind, is_tensor=is_tensor)
+        value[kind] = {"count": len(changes), "before": before, "after": after}
+        if kind != "shared":
+            value[kind]["layers"] = [_encode_change(change) for change in changes]
+    return value
+
+
+def _encode_change(change: Change) -> dict[str, Any]:
+    value: dict[str, Any] = {"name": change.name}
+    for key, layer in (("a", change.a), ("b", change.b)):
+        if layer is not None:
+            value[key] = {"digest": str(layer.descriptor.digest), "size": layer.descriptor.size}
+            value[key] |= {"dtype": layer.dtype} if layer.dtype is not None else {}
+            value[key] |= {"shape": list(layer.shape)} if layer.shape is not None else {}
+    return value
+
+
+def _encode_field(field: FieldChange) -> dict[str, Any]:
+    sides = {key: held[0] for key, held in (("a", field.a), ("b", field.b)) if held}
+    return {"path": list(field.path), **sides}
 
 
 def diff(

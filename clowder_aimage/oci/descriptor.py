@@ -96,3 +96,9 @@ def read_annotations(value: Mapping[str, Any], label: str) -> Mapping[str, str]:
     ):
         raise FormatError(f"{label}: annotations must map strings to strings")
     return annotations
+
+
+def to_plain(descriptor: Descriptor) -> dict[str, Any]:
+    """Return a descriptor without the annotations of its index."""
+    value = descriptor.to_json()
+    return {key: value[key] for key in ("mediaType", "digest", "size") if key in value}

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
 
-    from clowder_aimage.oci import Descriptor
 
 # Key prefix for the common options of a command line.
 META = "clowder_aimage.cli."
@@ -93,12 +92,6 @@ def clean_text(text: str) -> str:
     return "".join(
         "\N{REPLACEMENT CHARACTER}" if is_obeyed(character) else character for character in text
     )
-
-
-def to_plain(descriptor: Descriptor) -> dict[str, Any]:
-    """Return a descriptor without the annotations of its index."""
-    value = descriptor.to_json()
-    return {key: value[key] for key in ("mediaType", "digest", "size") if key in value}
 
 
 def note(text: str) -> None:

@@ -10,12 +10,12 @@ from clowder_aimage.cli.console.output import (
     format_size,
     print_result,
     remark,
-    to_plain,
 )
 from clowder_aimage.cli.console.progress import Progress
 from clowder_aimage.errors import UsageError
 from clowder_aimage.importer.ollama_store import adopt
 from clowder_aimage.oci import Reference
+from clowder_aimage.oci.descriptor import to_plain
 
 
 def pack_ollama_model(reference: Reference, directory: Path, name: str) -> None:

@@ -12,10 +12,11 @@ from clowder_aimage.cli.console.option import (
     transfer_options,
     verb,
 )
-from clowder_aimage.cli.console.output import print_result, to_plain
+from clowder_aimage.cli.console.output import print_result
 from clowder_aimage.cli.console.progress import Progress
 from clowder_aimage.errors import UsageError
 from clowder_aimage.oci import Reference
+from clowder_aimage.oci.descriptor import to_plain
 
 
 @examples(

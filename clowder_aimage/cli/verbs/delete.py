@@ -14,8 +14,9 @@ from clowder_aimage.cli.console.option import (
     parse_reference,
     verb,
 )
-from clowder_aimage.cli.console.output import note, print_result, remark, to_plain
+from clowder_aimage.cli.console.output import note, print_result, remark
 from clowder_aimage.errors import UsageError
+from clowder_aimage.oci.descriptor import to_plain
 
 
 @examples(f"aimage delete {NAME}", f"aimage delete --force {REPOSITORY}@sha256:...")

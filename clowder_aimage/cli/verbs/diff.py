@@ -16,13 +16,12 @@ from clowder_aimage.oci import Reference
 
 if TYPE_CHECKING:
     from clowder_aimage.dialect import Layer
-    from clowder_aimage.diff import Change, Difference, FieldChange, Side
+    from clowder_aimage.diff import Change, Difference, FieldChange
 
 # Differences of each kind that are listed; --all lists all.
 _LISTED = 20
 # Characters of a value in a config that are shown.
 _WIDTH = 60
-_KINDS = ("shared", "changed", "added", "removed")
 
 
 @examples("aimage diff shapes shapes:int8", f"aimage diff --exit-code shapes {NAME}")
@@ -45,9 +44,7 @@ def diff(a: Reference, b: Reference, lists_all: bool, remote: bool, has_code: bo
     difference = compare(
         a, b, chosen.layout, chosen.build_client_options(a.registry, b.registry), remote=remote
     )
-    print_result(
-        _encode_difference(difference), _iter_lines(difference, None if lists_all else _LISTED)
-    )
+    print_result(difference.to_json(), _iter_lines(difference, None if lists_all else _LISTED))
     return 1 if has_code and not difference.is_empty else 0
 
 
@@ -76,21 +73,12 @@ def _iter_lines(difference: Difference, limit: int | None) -> Iterator[str]:
         yield from _iter_section(title, list(lines), limit)
 
 
-def _sum_changes(
-    difference: Difference, kind: str, is_tensor: bool
-) -> tuple[list[Change], int, int]:
-    changes = [change for change in getattr(difference, kind) if change.is_tensor == is_tensor]
-    return (
-        changes,
-        sum(change.before for change in changes),
-        sum(change.after for change in changes),
-    )
-
-
 def _iter_counts(difference: Difference, is_tensor: bool) -> Iterator[str]:
     """Yield counts: ``280 shared (1.2 GB), 4 changed (3 MB, were 2 MB), ...``."""
-    for kind in _KINDS:
-        changes, before, after = _sum_changes(difference, kind, is_tensor)
+    from clowder_aimage.diff import KINDS
+
+    for kind in KINDS:
+        changes, before, after = difference.sum_changes(kind, is_tensor=is_tensor)
         text = format_size(before if kind == "removed" else after)
         if kind == "changed" and before != after:
             text += f", were {format_size(before)}"
@@ -140,52 +128,3 @@ def _format_value(value: tuple[Any, ...]) -> str:
         return "(none)"
     text = json.dumps(value[0], ensure_ascii=False)
     return text if len(text) <= _WIDTH else text[: _WIDTH - 3] + "..."
-
-
-def _encode_difference(difference: Difference) -> dict[str, Any]:
-    return {
-        "a": _encode_side(difference.a),
-        "b": _encode_side(difference.b),
-        "differ": not difference.is_empty,
-        "tensors": _encode_layers(difference, True),
-        "files": _encode_layers(difference, False),
-        "config": [_encode_field(field) for field in difference.config],
-        "annotations": [_encode_field(field) for field in difference.annotations],
-        "fetch": {"blobs": len(difference.fetch), "size": sum(difference.fetch.values())},
-    }
-
-
-def _encode_side(side: Side) -> dict[str, Any]:
-    return {
-        "reference": str(side.reference),
-        "digest": str(side.manifest.digest),
-        "mediaType": side.manifest.media_type,
-        "dialect": side.dialect,
-        "where": side.where,
-    }
-
-
-def _encode_layers(difference: Difference, is_tensor: bool) -> dict[str, Any]:
-    """Return counts and bytes: ``before`` in A, ``after`` in B. Shared layers are not listed."""
-    value: dict[str, Any] = {}
-    for kind in _KINDS:
-        changes, before, after = _sum_changes(difference, kind, is_tensor)
-        value[kind] = {"count": len(changes), "before": before, "after": after}
-        if kind != "shared":
-            value[kind]["layers"] = [_encode_change(change) for change in changes]
-    return value
-
-
-def _encode_change(change: Change) -> dict[str, Any]:
-    value: dict[str, Any] = {"name": change.name}
-    for key, layer in (("a", change.a), ("b", change.b)):
-        if layer is not None:
-            value[key] = {"digest": str(layer.descriptor.digest), "size": layer.descriptor.size}
-            value[key] |= {"dtype": layer.dtype} if layer.dtype is not None else {}
-            value[key] |= {"shape": list(layer.shape)} if layer.shape is not None else {}
-    return value
-
-
-def _encode_field(field: FieldChange) -> dict[str, Any]:
-    sides = {key: held[0] for key, held in (("a", field.a), ("b", field.b)) if held}
-    return {"path": list(field.path), **sides}

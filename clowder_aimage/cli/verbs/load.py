@@ -13,11 +13,11 @@ from clowder_aimage.cli.console.output import (
     format_count,
     open_standard_stream,
     print_result,
-    to_plain,
 )
 from clowder_aimage.cli.console.progress import Progress
 from clowder_aimage.errors import UsageError
 from clowder_aimage.oci import Reference
+from clowder_aimage.oci.descriptor import to_plain
 
 
 @examples("aimage load shapes.tar", "aimage load - --as shapes:copy < shapes.tar")

@@ -17,13 +17,14 @@ from clowder_aimage.cli.console.option import (
     output_option,
     reference_argument,
 )
-from clowder_aimage.cli.console.output import clean_lines, open_output, print_result, to_plain
+from clowder_aimage.cli.console.output import clean_lines, open_output, print_result
 from clowder_aimage.content.atomic_file import write_all
 from clowder_aimage.content.store import build_bytes_body
 from clowder_aimage.content.verified_reader import read_all
 from clowder_aimage.errors import FormatError, ModelError, UsageError
 from clowder_aimage.layout.stored_aimage import MAX_CONFIG_SIZE
 from clowder_aimage.oci import MAX_MANIFEST_SIZE, Manifest, Reference, parse_document, read_json
+from clowder_aimage.oci.descriptor import to_plain
 
 
 @click.group(cls=VerbGroup)

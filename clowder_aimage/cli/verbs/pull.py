@@ -19,7 +19,7 @@ from clowder_aimage.cli.console.option import (
     transfer_options,
     verb,
 )
-from clowder_aimage.cli.console.output import format_count, format_size, print_result, to_plain
+from clowder_aimage.cli.console.output import format_count, format_size, print_result
 from clowder_aimage.cli.console.progress import Progress
 from clowder_aimage.cli.console.worker_connection import (
     connect_worker,
@@ -32,6 +32,7 @@ from clowder_aimage.dialect.selection import LayerSelection
 from clowder_aimage.errors import NetworkError, NotFoundError, UsageError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Reference
+from clowder_aimage.oci.descriptor import to_plain
 
 if TYPE_CHECKING:
     from clowder_aimage.pull import PullOptions, PullResult

@@ -12,12 +12,13 @@ from clowder_aimage.cli.console.option import (
     transfer_options,
     verb,
 )
-from clowder_aimage.cli.console.output import print_result, to_plain
+from clowder_aimage.cli.console.output import print_result
 from clowder_aimage.cli.console.progress import Progress
 from clowder_aimage.cli.console.stored_name import resolve_unique_name, stored_arguments
 from clowder_aimage.config.user_directory import open_dialect_cache
 from clowder_aimage.errors import AImageError, UsageError
 from clowder_aimage.oci import Reference
+from clowder_aimage.oci.descriptor import to_plain
 
 if TYPE_CHECKING:
     from clowder_aimage.registry import ClientOptions

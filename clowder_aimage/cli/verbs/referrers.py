@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import click
 
@@ -21,7 +22,10 @@ from clowder_aimage.cli.console.output import (
     remark,
 )
 from clowder_aimage.content.platform import format_cell
-from clowder_aimage.oci import Descriptor, Digest, Reference
+from clowder_aimage.oci import Reference
+
+if TYPE_CHECKING:
+    from clowder_aimage.attach import AttachedArtifact
 
 
 @examples(f"aimage referrers {NAME} --type application/spdx+json")
@@ -34,28 +38,11 @@ from clowder_aimage.oci import Descriptor, Digest, Reference
 @connection_options
 def referrers(reference: Reference, artifact_type: str, recursive: bool) -> None:
     """List the artifacts whose subject is REF in its registry. There may be none."""
-    from clowder_aimage.registry import Repository
+    from clowder_aimage.attach import list_attached
 
-    with Repository(reference, get_settings().build_client_options()) as repository:
-        # A digest needs no request, and its manifest may be missing: referrers may come before it.
-        subject = reference.digest or repository.resolve(reference).digest
-        if recursive:
-            entries = [
-                entry
-                for entry in repository.iter_referrers(subject)
-                if artifact_type in ("", entry[2].extra.get("artifactType"))
-            ]
-        else:
-            direct = repository.list_referrers(subject, artifact_type)
-            entries = [(0, subject, descriptor) for descriptor in direct]
-    rows = [
-        {
-            "reference": str(reference.with_digest(descriptor.digest)),
-            **descriptor.to_json(),
-            **({"subject": str(parent)} if recursive else {}),
-        }
-        for _, parent, descriptor in entries
-    ]
+    connection = get_settings().build_client_options()
+    entries = list_attached(reference, connection, artifact_type, is_recursive=recursive)
+    rows = [entry.to_json(reference, has_subject=recursive) for entry in entries]
     if entries or get_settings().as_json:
         lines = _format_table(entries, is_short=False)
         print_result(rows, _format_table(entries, is_short=True) if is_too_wide(lines) else lines)
@@ -63,9 +50,7 @@ def referrers(reference: Reference, artifact_type: str, recursive: bool) -> None
         remark(f"nothing is attached to {reference}")
 
 
-def _format_table(
-    entries: Sequence[tuple[int, Digest, Descriptor]], *, is_short: bool
-) -> list[str]:
+def _format_table(entries: Sequence[AttachedArtifact], *, is_short: bool) -> list[str]:
     cells = [("DIGEST", "TYPE", "SIZE", "ANNOTATIONS")] + [
         (
             "  " * level + (entry.digest.short if is_short else str(entry.digest)),

@@ -9,8 +9,9 @@ from clowder_aimage.cli.console.option import (
     reference_argument,
     verb,
 )
-from clowder_aimage.cli.console.output import print_result, to_plain
+from clowder_aimage.cli.console.output import print_result
 from clowder_aimage.oci import Reference
+from clowder_aimage.oci.descriptor import to_plain
 
 
 @examples(f"aimage resolve {NAME}")

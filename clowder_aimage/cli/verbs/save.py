@@ -14,12 +14,12 @@ from clowder_aimage.cli.console.output import (
     format_event,
     open_standard_stream,
     print_result,
-    to_plain,
     wants_value,
 )
 from clowder_aimage.cli.console.progress import Progress
 from clowder_aimage.cli.console.stored_name import stored_arguments
 from clowder_aimage.oci import Reference
+from clowder_aimage.oci.descriptor import to_plain
 
 
 @examples(

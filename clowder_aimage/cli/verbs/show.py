@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import click
 
 from clowder_aimage.cli.console.example import NAME, examples
 from clowder_aimage.cli.console.onnx_text import (
-    encode_signature,
     format_signature,
-    read_signatures,
 )
 from clowder_aimage.cli.console.option import (
     connection_options,
@@ -26,20 +24,18 @@ from clowder_aimage.cli.console.output import (
     format_size,
     format_table,
     print_result,
-    to_plain,
 )
 from clowder_aimage.cli.console.stored_name import stored_argument
-from clowder_aimage.content.platform import Candidate, format_cell, list_candidates
-from clowder_aimage.content.store import Source
-from clowder_aimage.content.verified_reader import read_all
+from clowder_aimage.content.platform import format_cell
 from clowder_aimage.dialect import AImage, Layer
-from clowder_aimage.errors import NotFoundError, UsageError
-from clowder_aimage.layout import ImageLayout
-from clowder_aimage.layout.completeness import Completeness, check_stored, describe_missing
-from clowder_aimage.layout.stored_aimage import StoredAImage, interpret, read_manifest
+from clowder_aimage.errors import UsageError
+from clowder_aimage.layout.completeness import Completeness, describe_missing
+from clowder_aimage.layout.stored_aimage import StoredAImage
 from clowder_aimage.model.ability import Ability
-from clowder_aimage.model.stored_ability import IMAGE, find_ability
-from clowder_aimage.oci import Descriptor, Index, Reference, mediatype, parse_document
+from clowder_aimage.model.stored_ability import IMAGE
+from clowder_aimage.oci import Reference
+from clowder_aimage.show import ShownAImage, ShownIndex
+from clowder_aimage.show import show as describe
 
 # Characters of the facts of adapters.
 _WIDE = 400
@@ -71,104 +67,24 @@ def show(reference: Reference, layers: bool, remote: bool) -> None:
         from clowder_aimage.registry import Repository
 
         with Repository(reference, chosen.build_client_options()) as repository:
-            _show(repository, reference, layers, lambda it: Completeness(it.descriptor))
+            _print(describe(repository, reference), has_layers=layers)
         return
     if chosen.has_connection:
         raise UsageError("--plain-http, --insecure and --ca-file require --remote")
-    layout = chosen.layout
-    _show(layout, reference, layers, lambda stored: check_stored(layout, stored), layout)
+    _print(describe(chosen.layout, reference), has_layers=layers)
 
 
-def _show(
-    source: Source,
-    reference: Reference,
-    layers: bool,
-    check: Callable[[StoredAImage], Completeness],
-    layout: ImageLayout | None = None,
-) -> None:
-    descriptor = source.resolve(reference)
-    if descriptor.media_type in mediatype.INDEXES:
-        value = _encode_index(source, reference, descriptor)
+def _print(shown: ShownAImage | ShownIndex, *, has_layers: bool) -> None:
+    value = shown.to_json()
+    if isinstance(shown, ShownIndex):
         print_result(value, _format_index(value))
         return
-    stored = interpret(source, descriptor, read_manifest(source, descriptor))
-    completeness = check(stored)
-    ability = None
-    if layout is not None:
-        ability = find_ability(layout, stored.descriptor.digest, stored.aimage)
-    lines = _format_aimage(reference, stored, completeness, ability)
-    if layers:
-        lines += ["", *_format_layers(stored.aimage)]
-    value = _encode_aimage(reference, stored, completeness, ability)
-    if layout is not None and (signatures := read_signatures(layout, stored.aimage)):
-        value["onnx"] = [encode_signature(*item) for item in signatures.items()]
-        for item in signatures.items():
-            lines += ["", *format_signature(*item)]
+    lines = _format_aimage(shown.reference, shown.stored, shown.completeness, shown.ability)
+    if has_layers:
+        lines += ["", *_format_layers(shown.stored.aimage)]
+    for item in shown.signatures.items():
+        lines += ["", *format_signature(*item)]
     print_result(value, lines)
-
-
-def _encode_aimage(
-    reference: Reference,
-    stored: StoredAImage,
-    completeness: Completeness,
-    ability: Ability | None,
-) -> dict[str, Any]:
-    layers = stored.aimage.layers
-    sums = {"blobs": len(completeness.missing), "size": completeness.missing_size}
-    missing = {"partial": True, "missing": sums}
-    return {
-        "reference": str(reference),
-        "digest": str(stored.descriptor.digest),
-        "mediaType": stored.descriptor.media_type,
-        "dialect": stored.dialect.name,
-        "size": sum(layer.descriptor.size for layer in layers),
-        **(missing if completeness.missing else {}),
-        **({"subject": to_plain(subject)} if (subject := stored.aimage.subject) else {}),
-        **({} if ability is None else _encode_ability(ability)),
-        "config": stored.aimage.properties,
-        "layers": [_encode_layer(layer) for layer in layers],
-    }
-
-
-def _encode_ability(ability: Ability) -> dict[str, Any]:
-    obstacle, _ = ability.find_obstacle()
-    reason = {"obstacle": obstacle} if obstacle else {}
-    return {"capabilities": [*ability.list_capabilities()], **reason}
-
-
-def _encode_layer(layer: Layer) -> dict[str, Any]:
-    value: dict[str, Any] = {"name": layer.name, **layer.descriptor.to_json()}
-    if layer.dtype is not None:
-        value["dtype"] = layer.dtype
-    if layer.shape is not None:
-        value["shape"] = list(layer.shape)
-    if layer.content is not None:
-        value["content"] = to_plain(layer.content)
-    return value
-
-
-def _encode_index(source: Source, reference: Reference, descriptor: Descriptor) -> dict[str, Any]:
-    index = parse_document(read_all(source.open(descriptor), descriptor), descriptor.media_type)
-    candidates = list_candidates(source, index) if isinstance(index, Index) else []
-    return {
-        "reference": str(reference),
-        **to_plain(descriptor),
-        "manifests": [_encode_candidate(source, candidate) for candidate in candidates],
-    }
-
-
-def _encode_candidate(source: Source, candidate: Candidate) -> dict[str, Any]:
-    """Return a manifest; ``blobs``, their size, is left out if it is not in the store."""
-    value = to_plain(candidate.descriptor)
-    if candidate.variant:
-        value["variant"] = candidate.variant
-    if candidate.platform is not None:
-        value["platform"] = str(candidate.platform)
-    try:
-        manifest = read_manifest(source, candidate.descriptor)
-    except NotFoundError:
-        return value
-    return value | {"blobs": sum(blob.size for blob in manifest.children)}
 
 
 def _format_index(value: dict[str, Any]) -> list[str]:

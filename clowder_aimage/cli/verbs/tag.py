@@ -15,10 +15,11 @@ from clowder_aimage.cli.console.option import (
     tag_reference,
     verb,
 )
-from clowder_aimage.cli.console.output import print_result, to_plain
+from clowder_aimage.cli.console.output import print_result
 from clowder_aimage.cli.console.stored_name import stored_argument
 from clowder_aimage.errors import UsageError
 from clowder_aimage.oci import Reference, mediatype
+from clowder_aimage.oci.descriptor import to_plain
 
 
 @examples(f"aimage tag shapes {NAME}")

@@ -13,12 +13,12 @@ from clowder_aimage.cli.console.output import (
     format_table,
     note,
     print_result,
-    to_plain,
     wants_value,
 )
 from clowder_aimage.content.parallel import run_parallel
 from clowder_aimage.errors import UsageError
 from clowder_aimage.oci import Descriptor, Reference
+from clowder_aimage.oci.descriptor import to_plain
 
 
 @examples(f"aimage tags {REPOSITORY}", f"aimage tags --long {REPOSITORY}")
