@@ -18,7 +18,6 @@ from typing import Any, get_origin
 ROOT = Path(__file__).parents[1]
 # pages of the site that are outside docs/
 PAGES = {
-    "README.md": "index.md",
     "ARCHITECTURE.md": "architecture.md",
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
@@ -80,6 +79,12 @@ picture. A default that depends on the model is in words.
 
 """
 _REGISTRY = "Registry options"  # the section of these options in the help
+# The home page and the README are two texts with one purpose
+_HOME = {"README.md": "index.md"}
+_ICON = ROOT / "clowder_aimage" / "page" / "icon.svg"
+_STYLE = ROOT / "clowder_aimage" / "page" / "style.css"
+_TOKEN = re.compile(r"^  (--[\w-]+): light-dark\((#\w+), (#\w+)\);", re.MULTILINE)
+_SCREENSHOT = re.compile(r"!\[([^\]]*)\]\((\S+)-light\.png\)")
 _SOURCES = {page: source for source, page in PAGES.items()}
 _LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)|(\]\()([^)\s]+)\)")
 _FENCE = re.compile(r"^(`{3,}).*?^\1$", re.MULTILINE | re.DOTALL)
@@ -90,14 +95,9 @@ _REQUEST = re.compile(
 
 
 def on_config(config: Any) -> Any:
-    """Complete the navigation: the decisions, and pages that it does not name."""
-    text = json.dumps(config["nav"])
-    names = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
-    decisions = sorted(name for name in names if name.startswith("adr/"))
+    """Complete the navigation: the decisions."""
+    decisions = sorted(f"adr/{path.name}" for path in (ROOT / "docs" / "adr").glob("*.md"))
     config["nav"] = _replaced(config["nav"], "adr/*", decisions)
-    missing = sorted(name for name in names - {*decisions} if f'"{name}"' not in text)
-    if missing:
-        config["nav"].append({"More": missing})
     return config
 
 
@@ -117,6 +117,8 @@ def on_files(files: Any, config: Any) -> Any:
         files.append(File.generated(config, page, content=(ROOT / source).read_text("utf-8")))
     for name, text in references().items():
         files.append(File.generated(config, name, content=text))
+    files.append(File.generated(config, "icon.svg", abs_src_path=str(_ICON)))
+    files.append(File.generated(config, "site/colors.css", content=colors()))
     content = json.dumps(openapi(), indent=1)
     files.append(File.generated(config, "reference/openapi.json", content=content))
     for source in sorted(copies()):
@@ -126,8 +128,32 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Rewrite the links for the places of pages and files in the site."""
-    return rewritten(markdown, page.file.src_uri)
+    """Rewrite links for the places of pages and files in the site, and add dark screenshots."""
+    if page.file.src_uri == "index.md":
+        page.meta["hide"] = ["navigation", "toc"]
+    return with_dark_screenshots(rewritten(markdown, page.file.src_uri))
+
+
+def with_dark_screenshots(markdown: str) -> str:
+    """Return a text in which a screenshot ``NAME-light.png`` has a twin in the dark scheme."""
+
+    def replace(match: re.Match[str]) -> str:
+        text, name = match.groups()
+        if not (ROOT / "docs" / f"{name}-dark.png").is_file():
+            return match[0]
+        return f"![{text}]({name}-light.png#only-light)![{text}]({name}-dark.png#only-dark)"
+
+    return _SCREENSHOT.sub(replace, markdown)
+
+
+def colors() -> str:
+    """Return a style sheet with the colours of the page, in the two schemes of the site."""
+    tokens = _TOKEN.findall(_STYLE.read_text("utf-8"))
+    schemes = (
+        ("default", "".join(f"  {name}: {light};\n" for name, light, _ in tokens)),
+        ("slate", "".join(f"  {name}: {dark};\n" for name, _, dark in tokens)),
+    )
+    return "\n".join(f'[data-md-color-scheme="{name}"] {{\n{text}}}\n' for name, text in schemes)
 
 
 def on_post_build(config: Any) -> None:
@@ -174,8 +200,8 @@ def _linked(text: str, source: str, page: str) -> str:
 
 def _place(path: str) -> str | None:
     """Return the place in the site of a file of the repository; None if it has none."""
-    if path in PAGES:
-        return PAGES[path]
+    if place := (PAGES | _HOME).get(path):
+        return place
     if path.startswith("docs/"):
         return path.removeprefix("docs/")
     is_page = path.endswith(".md")

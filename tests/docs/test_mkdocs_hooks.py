@@ -35,8 +35,8 @@ def references(hooks: ModuleType) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("page", "link", "expected"),
     [
-        ("index.md", "[a](docs/cli.md#run)", "[a](cli.md#run)"),
-        ("index.md", "![a](docs/shapes.png)", "![a](shapes.png)"),
+        ("contributing.md", "[a](docs/cli.md#run)", "[a](cli.md#run)"),
+        ("contributing.md", "![a](docs/shapes.png)", "![a](shapes.png)"),
         ("cli.md", "[a](../README.md)", "[a](index.md)"),
         ("cli.md", "[a](../LICENSE)", "[a](files/LICENSE)"),
         ("adr/0003-dependencies.md", "[a](../cli.md)", "[a](../cli.md)"),
@@ -101,14 +101,56 @@ def test_every_public_name_is_in_the_generated_reference(references: dict[str, s
         assert place in text
 
 
-def test_every_page_is_in_the_navigation(hooks: ModuleType) -> None:
+@pytest.fixture(scope="module")
+def navigation(hooks: ModuleType) -> list[dict[str, Any]]:
     yaml = pytest.importorskip("yaml")
     text = re.sub(r"!!python\S+", "", (ROOT / "mkdocs.yml").read_text("utf-8"))
-    config: dict[str, Any] = hooks.on_config(yaml.safe_load(text))
-    pages = re.findall(r'"([^"]+\.md)"', json.dumps(config["nav"]))
+    found: list[dict[str, Any]] = hooks.on_config(yaml.safe_load(text))["nav"]
+    return found
+
+
+def test_every_page_has_one_place_in_the_navigation(
+    hooks: ModuleType, navigation: list[dict[str, Any]]
+) -> None:
+    pages = re.findall(r'"([^"]+\.md)"', json.dumps(navigation))
     docs = ROOT / "docs"
     there = {path.relative_to(docs).as_posix() for path in docs.rglob("*.md")}
     assert sorted(pages) == sorted({*there, *hooks.PAGES.values(), *hooks.references()})
+
+
+def test_the_navigation_begins_at_home_and_has_few_entries(
+    navigation: list[dict[str, Any]],
+) -> None:
+    assert navigation[0] == {"Home": "index.md"}
+    assert len(navigation) <= 7
+
+
+def test_the_home_page_opens_with_pictures_and_leads_four_readers_on() -> None:
+    page = Document(ROOT / "docs" / "index.md")
+    opening, _, rest = page.text.partition("\n## ")
+    assert opening.count("![") >= 2
+    ways = re.findall(
+        r"^- \*\*\[(I .*?)\]\((.*?)\)\*\*$", page.section("Four ways in"), re.MULTILINE
+    )
+    assert len(ways) == len({target for _, target in ways}) == 4
+    assert "```console" in rest
+
+
+def test_the_readme_is_short() -> None:
+    page = Document(ROOT / "README.md")
+    assert len(page.text.encode()) <= 6000
+    assert page.text.count("![") == 1
+    assert len(re.findall(r"^\| .* \| \[.*\)", page.section("Read on"), re.MULTILINE)) == 6
+
+
+def test_a_screenshot_has_a_twin_in_the_dark_scheme(hooks: ModuleType) -> None:
+    text = hooks.with_dark_screenshots(
+        "![a](page-make-light.png) ![b](shapes.png) ![c](no-light.png)"
+    )
+    assert text == (
+        "![a](page-make-light.png#only-light)![a](page-make-dark.png#only-dark)"
+        " ![b](shapes.png) ![c](no-light.png)"
+    )
 
 
 @pytest.mark.parametrize(
