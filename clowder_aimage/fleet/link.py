@@ -49,6 +49,9 @@ from clowder_aimage.oci import read_json
 
 # The first version of the server with direct reads of streams.
 MIN_VERSION = (2, 9)
+# The first version whose count of used space is right after a purge of one subject. An older one
+# stops to store anything once that count has reached max_file_store.
+PURGE_VERSION = (2, 9, 15)
 # Bytes of a message that the server must accept; its default.
 MIN_PAYLOAD = 1 << 20
 # Seconds between two checks that the streams exist.
@@ -609,6 +612,17 @@ class FleetLink:
             failed = asyncio.get_running_loop().create_future()
             failed.set_exception(error)
             return failed
+
+    async def remove(self, stream: str, subject: str) -> None:
+        """Remove the messages of a subject from a stream. Raises NatsError, TimeoutError."""
+        version = self._client.connected_server_version
+        if (version.major, version.minor, version.patch) >= PURGE_VERSION:
+            await self._js.purge_stream(stream, subject=subject)
+            return
+        async for number, _ in self.read_messages(subject, 0, stream):
+            # Another gateway may have removed it.
+            with contextlib.suppress(APIError):
+                await self._js.delete_msg(stream, number)
 
     async def read_marks(self, job: str, after: int = 0) -> list[tuple[int, Frame]]:
         """Return the marks of a job after a number of the stream, with their numbers.

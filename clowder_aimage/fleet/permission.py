@@ -122,7 +122,8 @@ def build_permissions(names: FleetNames, role: str) -> Permissions:
 def _build_gateway_permissions(names: FleetNames) -> Permissions:
     jobs, batches = names.jobs, _bucket(names.batches)
     buckets = _bucket(names.workers), _bucket(names.keys), batches
-    stored = names.logs, names.marks, jobs, names.files
+    stored = names.logs, names.marks, jobs, names.files, names.bodies
+    removed = names.files, names.bodies, names.logs, batches
     return Permissions(
         publish=(
             f"{names.fleet}.job.>",
@@ -133,10 +134,10 @@ def _build_gateway_permissions(names: FleetNames) -> Permissions:
             names.build_call_subject("*"),
             names.build_file_subject("*"),
             _key(names.batches, ">"),
-            *_api("STREAM.INFO", *stored, names.bodies, names.dead, *buckets),
+            *_api("STREAM.INFO", *stored, names.dead, *buckets),
             *_api("STREAM.MSG.GET", *stored, *buckets),
-            *_api("STREAM.MSG.DELETE", jobs),
-            *_api("STREAM.PURGE", names.files, names.bodies, names.logs, batches),
+            *_api("STREAM.MSG.DELETE", jobs, *removed),
+            *_api("STREAM.PURGE", *removed),
             *_api("CONSUMER.LIST", jobs),
             *_api("CONSUMER.INFO", f"{jobs}.>"),
             *_api("CONSUMER.DURABLE.CREATE", f"{jobs}.>"),

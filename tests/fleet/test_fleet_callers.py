@@ -16,7 +16,7 @@ from clowder_aimage.fleet.gateway.batch_store import FleetBatchStore
 from clowder_aimage.fleet.link import FleetLink
 from clowder_aimage.http.caller import compute_name
 from clowder_aimage.http.caller_ledger import CallerBounds
-from tests.fleet.fleet_run import PICTURES, FleetRun
+from tests.fleet.fleet_run import PICTURES, FleetRun, ScriptedRole, prompt_as_picture
 from tests.fleet.test_fleet import held_role
 from tests.wait import until_async
 
@@ -221,5 +221,41 @@ def test_one_token_cannot_fill_a_small_stream_of_bodies(play: Play) -> None:
                 return not await count()
 
             await until_async(is_empty)
+
+    play(scene)
+
+
+def test_the_server_counts_no_bytes_that_were_removed(play: Play) -> None:
+    """A server stops to store anything once what it counts has reached max_file_store."""
+
+    async def scene(fleet: FleetRun) -> None:
+        large = {"unknown": "x" * 900_000}
+        async with AsyncExitStack() as stack:
+            url = await stack.enter_async_context(fleet.gateway(tokens=TOKENS))
+            await stack.enter_async_context(fleet.worker("w1", ScriptedRole(prompt_as_picture)))
+            fleet.session.headers.update(authorize(MINE))
+            await fleet.know(url, 1)
+            link = await operate(stack, fleet)
+
+            async def count_lost() -> int:
+                streams = await link.streams.streams_info()
+                stored = sum(stream.state.bytes for stream in streams)
+                return (await link.streams.account_info()).storage - stored
+
+            before = await count_lost()
+            for number in range(3):
+                status, _ = await fleet.ask(url, "large", seed=number, **large)
+                assert status == 200
+            _, file = await upload(fleet, url, MINE, 100_000)
+            async with fleet.session.delete(f"{url}/v1/files/{file['id']}") as answer:
+                assert answer.status == 200
+
+            async def is_as_before() -> bool:
+                streams = [link.names.bodies, link.names.logs]
+                infos = [await link.streams.stream_info(stream) for stream in streams]
+                return not any(info.state.bytes for info in infos)
+
+            await until_async(is_as_before)
+            assert await count_lost() == before
 
     play(scene)

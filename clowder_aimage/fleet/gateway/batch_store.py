@@ -135,7 +135,7 @@ class FleetBatchStore:
         """Remove a record; unlike a deletion of NATS's buckets, nothing remains in its place."""
         with self._converting_errors():
             subject = self._build_subject(_format_key(owner, id))
-            await self._link.streams.purge_stream(f"KV_{self._names.batches}", subject=subject)
+            await self._link.remove(f"KV_{self._names.batches}", subject)
 
     async def list_records(self, owner: str) -> list[Record]:
         """Return the records of an owner by id; those that cannot change are read once."""
@@ -199,9 +199,7 @@ class FleetBatchStore:
     async def drop(self, name: str) -> None:
         """Remove a chunk; it may be missing."""
         with self._converting_errors():
-            await self._link.streams.purge_stream(
-                self._names.files, subject=self._names.build_file_subject(name)
-            )
+            await self._link.remove(self._names.files, self._names.build_file_subject(name))
 
     @contextlib.contextmanager
     def _converting_errors(self) -> Iterator[None]:

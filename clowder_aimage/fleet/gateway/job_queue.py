@@ -171,7 +171,7 @@ class JobQueue:
         with contextlib.suppress(*LOST, JetStreamError):
             if not is_kept:
                 subject = names.build_log_subject("*", queued.job.id)
-                await self._link.streams.purge_stream(names.logs, subject=subject)
+                await self._link.remove(names.logs, subject)
 
     async def discard_body(self, queued: QueuedJob) -> None:
         """Remove the body of a job that is over, or was not admitted."""
@@ -179,4 +179,4 @@ class JobQueue:
         with contextlib.suppress(*LOST, JetStreamError):
             if body is not None:
                 subject = names.build_body_subject(body.upload, "*")
-                await self._link.streams.purge_stream(names.bodies, subject=subject)
+                await self._link.remove(names.bodies, subject)
