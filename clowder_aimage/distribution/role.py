@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -29,7 +29,7 @@ from clowder_aimage.http.api_error import OCI
 from clowder_aimage.http.background import run_in_background
 from clowder_aimage.http.listening_socket import listen, listen_tcp_only
 from clowder_aimage.http.metrics_role import MetricsRole
-from clowder_aimage.http.route import ADMIN, NODE, Exchange, Handler, Role, Route
+from clowder_aimage.http.route import ADMIN, NODE, READ, WRITE, Exchange, Handler, Role, Route
 from clowder_aimage.http.server import serve as serve_roles
 from clowder_aimage.layout import ImageLayout
 
@@ -74,21 +74,21 @@ class RegistryRole(Role):
         """Return all endpoints. The first match wins, so uploads precede blobs."""
         names, push, blob, manifest = self._catalog, self._push, self._blobs, self._manifests
         routes = [
-            Route("GET", "/v2/", names.get_version, ADMIN),
-            Route("GET", "/v2/_catalog", names.list_repositories, ADMIN),
-            Route("GET", _NAME + "/tags/list", names.list_tags, ADMIN),
-            Route("POST", _NAME + "/blobs/uploads/", push.begin, ADMIN, None),
-            Route("GET", _UPLOAD, push.get_status, ADMIN, has_head=False),
-            Route("PATCH", _UPLOAD, push.append, ADMIN, None),
-            Route("PUT", _UPLOAD, push.finish, ADMIN, None),
-            Route("DELETE", _UPLOAD, push.cancel, ADMIN),
-            Route("GET", _NAME + "/blobs/{digest}", blob.get, ADMIN),
+            Route("GET", "/v2/", names.get_version, READ),
+            Route("GET", "/v2/_catalog", names.list_repositories, READ),
+            Route("GET", _NAME + "/tags/list", names.list_tags, READ),
+            Route("POST", _NAME + "/blobs/uploads/", push.begin, WRITE, None),
+            Route("GET", _UPLOAD, push.get_status, WRITE, has_head=False),
+            Route("PATCH", _UPLOAD, push.append, WRITE, None),
+            Route("PUT", _UPLOAD, push.finish, WRITE, None),
+            Route("DELETE", _UPLOAD, push.cancel, WRITE),
+            Route("GET", _NAME + "/blobs/{digest}", blob.get, READ),
             Route("DELETE", _NAME + "/blobs/{digest}", blob.delete, ADMIN),
-            Route("GET", _NAME + "/manifests/{reference}", manifest.get, ADMIN),
-            Route("PUT", _NAME + "/manifests/{reference}", manifest.put, ADMIN, None),
+            Route("GET", _NAME + "/manifests/{reference}", manifest.get, READ),
+            Route("PUT", _NAME + "/manifests/{reference}", manifest.put, WRITE, None),
             Route("DELETE", _NAME + "/manifests/{reference}", manifest.delete, ADMIN),
-            Route("GET", _NAME + "/referrers/{digest}", names.list_referrers, ADMIN),
-            *MetricsRole(self.metrics.format_text, ADMIN).build_routes(),
+            Route("GET", _NAME + "/referrers/{digest}", names.list_referrers, READ),
+            *MetricsRole(self.metrics.format_text, READ).build_routes(),
         ]
         if self._cache is not None:
             routes = [replace(route, handler=_refuse_cross_site(route.handler)) for route in routes]
@@ -162,7 +162,7 @@ def serve(
     *,
     readonly: bool = False,
     allow_remote: bool = False,
-    token: str | None = None,
+    tokens: Mapping[str, str] | None = None,
     upload_quota: int = 0,
     upstream: UpstreamRegistry | None = None,
     metrics_address: str | None = None,
@@ -170,13 +170,14 @@ def serve(
 ) -> None:
     """Serve ``layout`` on ``address`` (host:port) until SIGINT or SIGTERM.
 
-    Clients must send ``token`` if it is set. Unfinished uploads have at most ``upload_quota`` bytes
-    together (0: any). With an ``upstream`` the server is a cache of it.
+    Clients must send one of ``tokens`` if there are any; their scopes are read, write or admin.
+    Unfinished uploads have at most ``upload_quota`` bytes together (0: any). With an ``upstream``
+    the server is a cache of it.
     The metrics are also served at ``metrics_address``, without a token.
     ``on_ready`` is called with the URL once connections are accepted; port 0 selects a free port.
     Raises UsageError: the address is malformed, or public without a token; AccessError.
     """
-    if not Endpoint.parse_listen(address).is_loopback and not allow_remote and token is None:
+    if not Endpoint.parse_listen(address).is_loopback and not allow_remote and not tokens:
         access = "read" if readonly or upstream is not None else "read and write"
         raise UsageError(
             f"{address} is reachable from other machines without authentication: "
@@ -199,7 +200,7 @@ def serve(
             listeners,
             role,
             separate=metrics,
-            tokens={token: ADMIN} if token is not None else {},
+            tokens=tokens,
             interface=OCI,
             on_ready=lambda urls: on_ready(urls[0]),
             # A body is stored as it was sent: content codings are not decoded

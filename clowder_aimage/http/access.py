@@ -5,21 +5,16 @@ from __future__ import annotations
 import base64
 import hmac
 import ipaddress
-import logging
 import re
-import stat
 from collections.abc import Collection, Mapping
-from pathlib import Path
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
-from clowder_aimage.document.unicode_text import recode_file
-from clowder_aimage.errors import UsageError
 from clowder_aimage.http import PRODUCT
 from clowder_aimage.http.api_error import OCI, ApiError, find_interface
 from clowder_aimage.http.caller import compute_name
-from clowder_aimage.http.route import ADMIN, INFER, NODE, OPEN
+from clowder_aimage.http.route import ADMIN, INFER, NODE, OPEN, READ, WRITE
 
 # Among allowed hosts: IP addresses, which need no resolution
 ANY_ADDRESS = "*"
@@ -30,77 +25,18 @@ _HOST = re.compile(
 )
 _MAX_PORT = 65535
 LOOPBACK_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
-MIN_TOKEN = 16  # characters
 _ALLOWED = {
     INFER: "the scope infer only allows generating pictures and listing models",
     NODE: "the scope node only allows reading content of another node",
+    READ: "the scope read only allows pulling",
+    WRITE: "the scope write only allows pulling and pushing",
 }
 # Registry clients send credentials only after this challenge (RFC 7617)
 _REGISTRY_CHALLENGE = f'Basic realm="{PRODUCT} registry", charset="UTF-8"'
 _CHALLENGE = f'Bearer realm="{PRODUCT}"'
-_log = logging.getLogger("aimage.http")
 _METHODS = "GET, HEAD, POST, PUT, PATCH, DELETE"
 # Names in Access-Control-Request-Headers: they are echoed, so their characters are limited
 _NAMES = re.compile(r"[A-Za-z0-9_, -]{1,2000}")
-
-
-def read_token(path: Path) -> str:
-    """Return the token in the first line of a file. Raises UsageError."""
-    token = next(iter(_read_lines(path)), "").strip()
-    if not _is_token(token):
-        raise UsageError(
-            f"invalid token in the first line of {path}",
-            hint=f"expected {MIN_TOKEN} or more random letters and digits, "
-            "for example from: openssl rand -hex 32",
-        )
-    return token
-
-
-def read_tokens(path: Path) -> dict[str, str]:
-    """Return the tokens in a file with the scope of each.
-
-    Raises UsageError if there is none, and as ``parse_tokens``.
-    """
-    scopes = parse_tokens(path)
-    if not scopes:
-        raise UsageError(f"no token in {path}", hint="add a line 'admin TOKEN' or 'infer TOKEN'")
-    return scopes
-
-
-def parse_tokens(path: Path) -> dict[str, str]:
-    """Return the tokens in a file, or none, with the scope of each.
-
-    A line is ``admin TOKEN``, ``infer TOKEN`` or ``node TOKEN``; the scope defaults to admin. Empty
-    lines and lines that begin with ``#`` are skipped. Raises UsageError.
-    """
-    scopes: dict[str, str] = {}
-    for number, line in enumerate(_read_lines(path), 1):
-        words = line.split()
-        if not words or words[0].startswith("#"):
-            continue
-        scope, token = (words[0], words[1]) if len(words) == 2 else (ADMIN, words[0])
-        if len(words) > 2 or scope not in (ADMIN, INFER, NODE) or not _is_token(token):
-            raise UsageError(
-                f"invalid token in line {number} of {path}",
-                hint="expected 'admin TOKEN', 'infer TOKEN' or 'node TOKEN', with a token of "
-                f"{MIN_TOKEN} or more letters and digits, for example from: openssl rand -hex 32",
-            )
-        if scopes.setdefault(token, scope) != scope:
-            raise UsageError(f"the token in line {number} of {path} has two scopes")
-    return scopes
-
-
-def _read_lines(path: Path) -> list[str]:
-    try:
-        if path.stat().st_mode & stat.S_IROTH:
-            _log.warning("all users can read the file of tokens", extra={"path": str(path)})
-        return recode_file(path.read_bytes()).decode("utf-8").splitlines()
-    except (OSError, ValueError) as error:
-        raise UsageError(f"cannot read the tokens in {path}: {error}") from None
-
-
-def _is_token(text: str) -> bool:
-    return len(text) >= MIN_TOKEN and text.isascii() and text.isprintable()
 
 
 def check_host(allowed: frozenset[str] | None, origins: Collection[str] | None) -> Middleware:
@@ -198,7 +134,7 @@ def check_scope(tokens: Mapping[str, str], scopes: Mapping[web.AbstractRoute, st
             message = "unknown token" if has_token else "this worker requires a token"
             message = "authentication required" if is_registry else message
             raise ApiError(401, message, code="invalid_api_key", headers=headers)
-        if not tokens and required != OPEN and scope not in (required, ADMIN):
+        if not tokens and required != OPEN and not _includes(scope, required):
             message = "requests of another origin require a token for this"
             raise ApiError(403, message, code="origin_not_allowed", remedy="require_tokens")
         check_required(required, scope)
@@ -209,9 +145,13 @@ def check_scope(tokens: Mapping[str, str], scopes: Mapping[web.AbstractRoute, st
 
 def check_required(required: str, scope: str | None) -> None:
     """Refuse a request whose scope is not that of the route. Raises ApiError (403)."""
-    if required != OPEN and scope not in (required, ADMIN):
+    if required != OPEN and not _includes(scope, required):
         message = _ALLOWED.get(scope or INFER, _ALLOWED[INFER])
         raise ApiError(403, message, code="insufficient_scope")
+
+
+def _includes(scope: str | None, required: str) -> bool:
+    return scope in (required, ADMIN) or (scope, required) == (WRITE, READ)
 
 
 def _find_scope(request: web.Request, tokens: Mapping[str, str]) -> str | None:

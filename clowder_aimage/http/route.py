@@ -9,12 +9,14 @@ from dataclasses import dataclass, field
 
 from aiohttp import web
 
+from clowder_aimage.config import token_file
 from clowder_aimage.http.caller_ledger import CallerLedger
 from clowder_aimage.http.local_request import Request
 from clowder_aimage.http.operation import BODY, Operation
 
-OPEN, INFER, NODE, ADMIN = "open", "infer", "node", "admin"
-SCOPES = (OPEN, INFER, NODE, ADMIN)
+OPEN, INFER, NODE = "open", token_file.INFER, token_file.NODE
+READ, WRITE, ADMIN = token_file.READ, token_file.WRITE, token_file.ADMIN
+SCOPES = (OPEN, INFER, NODE, READ, WRITE, ADMIN)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 SharedHandler = Callable[[Request], Awaitable[web.StreamResponse]]
@@ -25,9 +27,10 @@ class Route:
     """A route and the token scope that it requires.
 
     Scopes: "open" without a token (health, version), "infer" to generate and list, "node" for
-    reads by other nodes, "admin" for everything.
+    reads by other nodes, "read" and "write" for pulls from and pushes to a registry, "admin" for
+    everything.
 
-    ``request["scope"]`` is the scope of the caller, if known: "admin", "infer" or "node".
+    ``request["scope"]`` is the scope of the caller, if known: that of its token, or "admin".
     ``request["id"]`` is the request's id. A handler may set ``request["model"]`` for the log. The
     body has been read, up to ``body`` bytes, before the handler runs; if ``body`` is None, the
     handler streams it.

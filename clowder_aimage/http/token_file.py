@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from pathlib import Path
 
+from clowder_aimage.config.token_file import WORKER_SCOPES, parse_tokens, read_tokens
 from clowder_aimage.errors import UsageError
-from clowder_aimage.http.access import parse_tokens, read_tokens
 
 # Seconds between two looks at the file
 INTERVAL = 1.0
@@ -21,9 +21,15 @@ class TokenFile(Mapping[str, str]):
     While it cannot be read, its last tokens are valid. Raises UsageError if the first read fails.
     """
 
-    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        self._path, self._clock = path, clock
-        self._version, self._tokens = _identify(path), read_tokens(path)
+    def __init__(
+        self,
+        path: Path,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        scopes: Collection[str] = WORKER_SCOPES,
+    ) -> None:
+        self._path, self._clock, self._scopes = path, clock, scopes
+        self._version, self._tokens = _identify(path), read_tokens(path, scopes)
         self._due = clock() + INTERVAL
 
     def _read(self) -> dict[str, str]:
@@ -33,7 +39,7 @@ class TokenFile(Mapping[str, str]):
             if version != self._version:
                 self._version = version
                 try:
-                    self._tokens = parse_tokens(self._path)
+                    self._tokens = parse_tokens(self._path, self._scopes)
                 except UsageError as error:
                     _log.warning("the tokens are not read again", extra={"reason": error.message})
         return self._tokens

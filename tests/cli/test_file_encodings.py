@@ -15,9 +15,9 @@ from clowder_aimage.cli.console import prompt_loop
 from clowder_aimage.cli.text.enhance_option import read_enhancement
 from clowder_aimage.cli.text.option import _read_schema
 from clowder_aimage.cli.verbs.batch import read_batch
+from clowder_aimage.config.token_file import parse_tokens
 from clowder_aimage.document.schema import read_configuration
 from clowder_aimage.errors import AImageError
-from clowder_aimage.http.access import parse_tokens
 from clowder_aimage.node.spec_files import read_directory
 
 TOKEN = "infer-0123456789abcdef0123456789"

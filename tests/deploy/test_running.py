@@ -133,7 +133,9 @@ class Containers:
 
     @property
     def token(self) -> str:
-        return (self.home / "access" / "token").read_text().strip()
+        scope, token = (self.home / "access" / "token").read_text().split()
+        assert scope == "admin"
+        return token
 
 
 @pytest.fixture(scope="module")

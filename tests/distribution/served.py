@@ -55,7 +55,11 @@ registry_role.serve(
     sys.argv[2],
     readonly="readonly" in flags,
     allow_remote="remote" in flags,
-    token=flags.get("token"),
+    tokens={
+        token: scope
+        for scope in ("read", "write", "admin")
+        if (token := flags.get(f"{scope}-token" if scope != "admin" else "token"))
+    },
     upstream=upstream,
     on_ready=lambda url: print(url, flush=True),
 )

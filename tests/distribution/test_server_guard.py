@@ -16,10 +16,10 @@ import pytest
 import requests
 from aiohttp import web
 
+from clowder_aimage.config.token_file import REGISTRY_SCOPES, read_tokens
 from clowder_aimage.content.store import build_bytes_body
 from clowder_aimage.distribution.catalog import Catalog
 from clowder_aimage.errors import UsageError
-from clowder_aimage.http.access import read_token
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.repository_record import RepositoryRecords
 from clowder_aimage.oci import Descriptor, Reference, mediatype, parse_document
@@ -28,12 +28,14 @@ from tests.process import run
 from tests.registry_app import registry_app
 
 TOKEN = "correct-horse-battery-staple"
+READ_TOKEN, WRITE_TOKEN = "r" * 16, "w" * 16
 Serve = Callable[..., Server]
 
 
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory: pytest.TempPathFactory, serve_layout: Serve) -> Server:
-    server = serve_layout(tmp_path_factory.mktemp("guarded") / "store", f"token={TOKEN}")
+    more = (f"read-token={READ_TOKEN}", f"write-token={WRITE_TOKEN}")
+    server = serve_layout(tmp_path_factory.mktemp("guarded") / "store", f"token={TOKEN}", *more)
     server.http.headers["Authorization"] = f"Bearer {TOKEN}"
     server.push("t", b"x")
     return server
@@ -94,19 +96,36 @@ def test_skopeo_authenticates(guarded: Server, skopeo: str, tmp_path: Path) -> N
     assert known.returncode == 0, known.stderr
 
 
-@pytest.mark.parametrize("content", ["\n", "fifteen-letters", "ä" * 20, "with\x07bell" * 3])
-def test_token_file_refuses(tmp_path: Path, content: str) -> None:
-    (tmp_path / "token").write_text(content)
-    with pytest.raises(UsageError, match="invalid token") as caught:
-        read_token(tmp_path / "token")
-    assert "16" in str(caught.value.hint)
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [
+        ("GET", "/v2/", (READ_TOKEN, WRITE_TOKEN, TOKEN)),
+        ("GET", "/v2/a/b/manifests/t", (READ_TOKEN, WRITE_TOKEN, TOKEN)),
+        ("HEAD", "/v2/a/b/manifests/t", (READ_TOKEN, WRITE_TOKEN, TOKEN)),
+        ("GET", "/metrics", (READ_TOKEN, WRITE_TOKEN, TOKEN)),
+        ("POST", "/v2/a/b/blobs/uploads/", (WRITE_TOKEN, TOKEN)),
+        ("PUT", "/v2/a/b/manifests/u", (WRITE_TOKEN, TOKEN)),
+        ("DELETE", "/v2/a/b/blobs/uploads/none", (WRITE_TOKEN, TOKEN)),
+        ("DELETE", "/v2/a/b/manifests/absent", (TOKEN,)),
+        ("DELETE", f"/v2/a/b/blobs/sha256:{'0' * 64}", (TOKEN,)),
+    ],
+)
+def test_a_token_allows_what_its_scope_does(
+    guarded: Server, method: str, path: str, allowed: tuple[str, ...]
+) -> None:
+    for token in (READ_TOKEN, WRITE_TOKEN, TOKEN):
+        headers = {"Authorization": basic("me", token)}
+        answer = requests.request(method, guarded.url + path, headers=headers, timeout=60)
+        assert (answer.status_code == 403) == (token not in allowed), token
+        assert answer.status_code != 401
 
 
-def test_token_file_is_read(tmp_path: Path) -> None:
-    (tmp_path / "token").write_text(f"  {TOKEN} \n# its owner\n")
-    assert read_token(tmp_path / "token") == TOKEN
-    with pytest.raises(UsageError, match="cannot read"):
-        read_token(tmp_path / "absent")
+def test_a_registry_has_scopes_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "tokens"
+    path.write_text(f"read {READ_TOKEN}\nadmin {TOKEN}\n")
+    assert read_tokens(path, REGISTRY_SCOPES) == {READ_TOKEN: "read", TOKEN: "admin"}
+    with pytest.raises(UsageError, match=r"line 1 .* has no scope 'read'"):
+        read_tokens(path)
 
 
 def wait_closed(connection: socket.socket) -> bytes:

@@ -109,7 +109,7 @@ def test_command_line_of_a_cache_serves_until_interrupted(
 ) -> None:
     raw = server.push("t", b"x")
     host = server.url.removeprefix("http://")
-    (tmp_path / "token").write_text("0123456789abcdef\n")
+    (tmp_path / "token").write_text("read 0123456789abcdef\n")
     options = ("--token-file", str(tmp_path / "token"), "--upstream", host, "--log-format", "json")
     process = aimage("cache").start(
         "registry",
@@ -138,7 +138,7 @@ def test_command_line_of_a_cache_serves_until_interrupted(
     [
         (("--upstream", "https://host.example"), "invalid registry"),
         (("--plain-http",), "require --upstream"),
-        (("--token-file", "/nonexistent"), "cannot read the token"),
+        (("--token-file", "/nonexistent"), "cannot read the tokens"),
     ],
 )
 def test_command_line_refuses_options(

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from clowder_aimage.http.access import read_tokens
+from clowder_aimage.config.token_file import read_tokens
 from clowder_aimage.http.listening_socket import listen
 from clowder_aimage.http.server import accepting
 from clowder_aimage.layout import ImageLayout

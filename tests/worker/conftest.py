@@ -177,7 +177,7 @@ class LocalWorker:
     """
 
     def __init__(self, here: Aimage, *arguments: object) -> None:
-        from clowder_aimage.http.access import read_tokens
+        from clowder_aimage.config.token_file import read_tokens
         from clowder_aimage.http.listening_socket import listen
 
         self._log = ExceptionLog()

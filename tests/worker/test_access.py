@@ -24,13 +24,14 @@ from aiohttp.test_utils import TestClient, TestServer
 from clowder_aimage.api.service import make_service
 from clowder_aimage.api.worker_role import WorkerRole
 from clowder_aimage.cli.console.remedy import format_advice
+from clowder_aimage.config.token_file import read_tokens
 from clowder_aimage.engine.endpoint import Endpoint
 from clowder_aimage.engine.settings import Settings
 from clowder_aimage.errors import AccessError, UsageError
-from clowder_aimage.http.access import ANY_ADDRESS, parse_host, read_token, read_tokens
+from clowder_aimage.http.access import ANY_ADDRESS, parse_host
 from clowder_aimage.http.app import build_app
 from clowder_aimage.http.listening_socket import check_access, listen, listen_unix
-from clowder_aimage.http.route import ADMIN, INFER, OPEN, SCOPES, Route
+from clowder_aimage.http.route import ADMIN, INFER, NODE, OPEN, SCOPES, Route
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.registry import ClientOptions
 
@@ -362,8 +363,8 @@ def test_a_configured_host_header_is_accepted(service: Service) -> None:
 
 def test_a_token_file_is_parsed(tmp_path: Path) -> None:
     path = tmp_path / "tokens"
-    path.write_text(f"# mine\nadmin {ADMIN_TOKEN}\n\n  infer\t{INFER_TOKEN}  \n{'b' * 16}\n")
-    assert read_tokens(path) == {ADMIN_TOKEN: ADMIN, INFER_TOKEN: INFER, "b" * 16: ADMIN}
+    path.write_text(f"# mine\nadmin {ADMIN_TOKEN}\n\n  infer\t{INFER_TOKEN}  \nnode {'b' * 16}\n")
+    assert read_tokens(path) == {ADMIN_TOKEN: ADMIN, INFER_TOKEN: INFER, "b" * 16: NODE}
 
 
 @pytest.mark.parametrize(("mode", "is_warned"), [(0o644, True), (0o640, False), (0o600, False)])
@@ -371,9 +372,9 @@ def test_a_token_file_that_all_users_can_read_is_warned_about(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: int, is_warned: bool
 ) -> None:
     path = tmp_path / "tokens"
-    path.write_text(ADMIN_TOKEN)
+    path.write_text(f"admin {ADMIN_TOKEN}")
     path.chmod(mode)
-    assert read_token(path) == ADMIN_TOKEN
+    assert read_tokens(path) == {ADMIN_TOKEN: ADMIN}
     assert ("all users can read" in caplog.text) == is_warned
 
 
@@ -392,6 +393,35 @@ def test_an_invalid_token_file_is_refused(tmp_path: Path, text: str) -> None:
         read_tokens(path)
     with pytest.raises(UsageError, match="cannot read"):
         read_tokens(tmp_path / "absent")
+
+
+SECRET = "s3cret" * 4
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (SECRET, "no scope"),
+        (f"infer:{SECRET}", "a space separates"),
+        (f"Admin: {SECRET}", "a space separates"),
+        (f"owner {SECRET}", "its scope is unknown"),
+        (f"owner:{SECRET}", "no scope"),
+        (f"read {SECRET}", "no scope 'read'"),
+        (f"{SECRET} infer", "its scope is unknown"),
+        (f"infer {SECRET} # of a client", "more than a scope and a token"),
+        (f"infer {SECRET[:15]}", "too short"),
+        ("infer", "no token"),
+    ],
+)
+def test_an_invalid_line_is_named_and_not_shown(tmp_path: Path, line: str, reason: str) -> None:
+    path = tmp_path / "tokens"
+    path.write_text(f"# the first\nadmin {ADMIN_TOKEN}\n{line}\n")
+    with pytest.raises(UsageError) as caught:
+        read_tokens(path)
+    assert f"line 3 of {path}: " in caught.value.message
+    assert reason in caught.value.message
+    assert "'infer TOKEN'" in str(caught.value.hint)
+    assert "s3cret" not in f"{caught.value.message} {caught.value.hint}"
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:0", "192.0.2.1:80", "worker.example:80"])

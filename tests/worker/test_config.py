@@ -496,7 +496,7 @@ def test_the_registry_is_configured_by_file_environment_and_options(
     monkeypatch.setattr(
         registry_role, "serve", lambda _, addr, **more: served.append({"addr": addr, **more})
     )
-    (tmp_path / "token").write_text("s3cret-s3cret-s3cret\n")
+    (tmp_path / "token").write_text("write s3cret-s3cret-s3cret\n")
     (tmp_path / "token").chmod(0o600)
     file, here = tmp_path / "mine.json", aimage()
     section = {"addr": "127.0.0.1:0", "readonly": True, "tokenFile": "token"}
@@ -507,7 +507,8 @@ def test_the_registry_is_configured_by_file_environment_and_options(
     here("registry", "serve", "--addr", "127.0.0.1:2")
     first, second = served
     assert (first["addr"], first["readonly"]) == ("127.0.0.1:0", True)
-    assert (first["token"], first["metrics_address"]) == ("s3cret-s3cret-s3cret", "127.0.0.1:1")
+    assert dict(first["tokens"]) == {"s3cret-s3cret-s3cret": "write"}
+    assert first["metrics_address"] == "127.0.0.1:1"
     assert (second["addr"], second["readonly"]) == ("127.0.0.1:2", False)
     found = shown(here("config", "show", "--json"))
     assert found["registry.readonly"] == (False, "AIMAGE_REGISTRY_READONLY")

@@ -24,7 +24,7 @@ from openai.types import Completion, CreateEmbeddingResponse
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from clowder_aimage.api import answer_stream
-from clowder_aimage.http.access import read_tokens
+from clowder_aimage.config.token_file import read_tokens
 from clowder_aimage.layout.layered_store import LayeredStore
 from clowder_aimage.oci import Reference
 from tests.conftest import TINY

@@ -22,6 +22,7 @@ from clowder_aimage.cli.console.option import (
 )
 from clowder_aimage.cli.console.output import print_result
 from clowder_aimage.cli.verbs.serve import metrics_and_log_options, option
+from clowder_aimage.config.token_file import REGISTRY_SCOPES
 from clowder_aimage.config.user_directory import check_variables, find_config_file
 from clowder_aimage.content.unit import parse_size
 from clowder_aimage.document.schema import read_configuration
@@ -56,7 +57,7 @@ def registry() -> None:
 @_option(
     "--token-file",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Require the token in the first line of this file.",
+    help="Require a token of this file: lines 'read TOKEN', 'write TOKEN' or 'admin TOKEN'.",
 )
 @_option(
     "--upload-quota",
@@ -89,7 +90,7 @@ def serve(**options: Any) -> None:
         from clowder_aimage.distribution import role as server
         from clowder_aimage.distribution.upstream import UpstreamRegistry
         from clowder_aimage.http import log
-        from clowder_aimage.http.access import read_token
+        from clowder_aimage.http.token_file import TokenFile
     check_variables("registry")
     context, chosen = click.get_current_context(), get_settings()
     for name, value in read_registry_section(find_config_file()).items():
@@ -106,7 +107,7 @@ def serve(**options: Any) -> None:
         options["addr"],
         readonly=options["readonly"],
         allow_remote=options["allow_remote"],
-        token=read_token(token_file) if token_file else None,
+        tokens=TokenFile(token_file, scopes=REGISTRY_SCOPES) if token_file else None,
         upload_quota=options["upload_quota"] or 0,
         upstream=UpstreamRegistry.parse(upstream, chosen.build_server_options())
         if upstream
