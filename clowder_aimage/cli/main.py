@@ -81,6 +81,7 @@ GROUPS = {
     },
     "Help": {
         "help": ("help", "Show the help of a verb."),
+        "doctor": ("doctor", "Check this installation and this machine."),
         "version": ("help", "Print the version."),
         "completion": ("completion", "Print a completion script for a shell."),
     },

@@ -25,9 +25,14 @@ _UNLIMITED = 1 << 60
 
 def read_memory_limit(root: Path = Path("/")) -> int | None:
     """Return the number of bytes that a worker may use; None if unknown."""
-    limits = (_read_number(group / name) for group in _iter_groups(root) for name in _LIMITS)
-    sizes = [size for size in (_read_physical_memory(), *limits) if 0 < size < _UNLIMITED]
+    sizes = [size for size in (read_physical_memory(), read_group_limit(root)) if size]
     return int(min(sizes) * _SHARE) if sizes else None
+
+
+def read_group_limit(root: Path = Path("/")) -> int | None:
+    """Return the limit of the control groups of this process in bytes; None without one."""
+    limits = (_read_number(group / name) for group in _iter_groups(root) for name in _LIMITS)
+    return min((size for size in limits if 0 < size < _UNLIMITED), default=None)
 
 
 def read_available_memory(root: Path = Path("/")) -> int | None:
@@ -43,7 +48,8 @@ def read_available_memory(root: Path = Path("/")) -> int | None:
     return max(0, min(sizes)) if sizes else None
 
 
-def _read_physical_memory() -> int:
+def read_physical_memory() -> int:
+    """Return the memory of the machine in bytes; 0 if unknown."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError):

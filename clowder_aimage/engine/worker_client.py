@@ -129,6 +129,20 @@ class WorkerClient:
                     has_name or response.getheader("X-Aimage-Version") is not None
                 )
 
+    def read_readiness(self) -> list[str]:
+        """Return the reasons for which the worker is not ready; none if it is."""
+        headers = self._build_headers()
+        with closing(_connect(self.endpoint, _PROBE)) as connection:
+            connection.sock.settimeout(_PROBE)
+            with (
+                closing(self._exchange(connection, "GET", "/readyz", None, headers)) as response,
+                self._converting_errors(),
+            ):
+                text = response.read(_MAX_ERROR)
+        value = self._parse(text)
+        reasons = value.get("reasons") if isinstance(value, dict) else None
+        return [str(reason) for reason in reasons] if isinstance(reasons, list) else []
+
     def iter_lines(
         self, path: str, body: Mapping[str, Any]
     ) -> Generator[dict[str, Any], None, None]:
@@ -177,10 +191,7 @@ class WorkerClient:
         timeout: float | None,
         kind: str = _JSON,
     ) -> Iterator[http.client.HTTPResponse]:
-        headers = {"Accept": "*/*", "User-Agent": "aimage"}
-        if self._token is not None:
-            headers["Authorization"] = f"Bearer {self._token}"
-        telemetry.inject(headers)
+        headers = self._build_headers()
         if data is not None:
             headers["Content-Type"] = kind
         with closing(_connect(self.endpoint)) as connection:
@@ -190,6 +201,13 @@ class WorkerClient:
                 if not 200 <= response.status < 300:
                     raise self._read_error(response)
                 yield response
+
+    def _build_headers(self) -> dict[str, str]:
+        headers = {"Accept": "*/*", "User-Agent": "aimage"}
+        if self._token is not None:
+            headers["Authorization"] = f"Bearer {self._token}"
+        telemetry.inject(headers)
+        return headers
 
     def _exchange(
         self,

@@ -216,6 +216,11 @@ class FleetLink:
             with contextlib.suppress(*LOST):
                 await self._client.close()
 
+    @property
+    def clock_offset(self) -> float:
+        """The seconds by which the server's clock is ahead; 0 if this machine's may be right."""
+        return self._clock.offset
+
     async def wait_until_ready(self, timeout: float) -> None:
         """Wait until the fleet can be used. Raises the reason if it cannot in time."""
         end = asyncio.get_running_loop().time() + timeout

@@ -36,6 +36,11 @@ class ServerClock:
                 _log.warning(text, extra={"seconds": round(offset)})
         self._offset = offset
 
+    @property
+    def offset(self) -> float:
+        """The seconds by which the server's clock is ahead; 0 if this machine's may be right."""
+        return self._offset
+
     def now(self) -> float:
         """Return the time of the server in seconds of the epoch."""
         return self._clock() + self._offset

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
 import queue
 import re
 import threading
@@ -37,6 +36,12 @@ from clowder_aimage.errors import (
 from clowder_aimage.formats import model_tree
 from clowder_aimage.formats.left_out import LeftOut
 from clowder_aimage.importer import hub_files
+from clowder_aimage.importer.hub_environment import (
+    HUB,
+    is_offline,
+    read_endpoint,
+    resolve_cache_directory,
+)
 from clowder_aimage.importer.hub_files import ChosenFiles
 from clowder_aimage.importer.model_source import ModelForm, take
 from clowder_aimage.oci import read_json
@@ -53,7 +58,6 @@ _LONG = re.compile(
 # Seconds for any request, and the slowest accepted rate of files in bytes per second.
 _MIN_SECONDS, _MIN_RATE = 120.0, 64 * 1024
 _T = TypeVar("_T")
-_HUB = "https://huggingface.co"
 _NOT_MODELS = ("datasets/", "spaces/", "collections/", "docs/")
 _COMMIT = re.compile(r"[0-9a-f]{6,64}")
 _TRANSPORTS = ("httpx", "httpx2", "httpcore", "requests", "urllib3", "ssl")
@@ -136,7 +140,7 @@ class HubModel:
     def source(self) -> str:
         """Return the model's address on the hub, also for a mirror."""
         kind = "blob" if self.name.file else "tree"
-        parts = (_HUB, self.name.repository, kind, self.commit, self.name.file)
+        parts = (HUB, self.name.repository, kind, self.commit, self.name.file)
         return "/".join(filter(None, parts))
 
 
@@ -175,7 +179,7 @@ def find_model(
     ):
         return cached
     reason = f": {missing}" if missing else ""
-    if _is_offline():
+    if is_offline():
         raise NotFoundError(
             f"{name} is not in the Hugging Face cache {resolve_cache_directory()} in full{reason}",
             hint="HF_HUB_OFFLINE is set: unset it to fetch the model",
@@ -196,31 +200,8 @@ def find_model(
         return cached
 
 
-def resolve_cache_directory() -> Path:
-    """Return the directory of the cache (huggingface_hub, "Environment variables").
-
-    Raises UsageError: this user has no home directory, and the variables name no directory.
-    """
-    environ = os.environ
-    base = environ.get("XDG_CACHE_HOME") or "~/.cache"
-    home = environ.get("HF_HOME") or f"{base}/huggingface"
-    path = environ.get("HF_HUB_CACHE") or environ.get("HUGGINGFACE_HUB_CACHE") or f"{home}/hub"
-    try:
-        return Path(os.path.expandvars(path)).expanduser()
-    except RuntimeError:
-        raise UsageError(
-            "this user has no home directory for the cache of the Hugging Face hub",
-            hint="name a directory with HF_HOME",
-        ) from None
-
-
-def _is_offline() -> bool:
-    value = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE") or ""
-    return value.upper() in {"1", "ON", "YES", "TRUE"}
-
-
 def _can_fetch() -> bool:
-    if _is_offline():
+    if is_offline():
         return False
     try:
         import huggingface_hub  # noqa: F401
@@ -298,7 +279,7 @@ class _Fetch:
         self._hub: Any = huggingface_hub
         self._name, self._form = name, form
         self._options: dict[str, Any] = {
-            "endpoint": os.environ.get("HF_ENDPOINT", "").rstrip("/") or None,
+            "endpoint": read_endpoint(),
             "library_name": "aimage",
             "library_version": version,
         }
@@ -434,7 +415,7 @@ def _translate(name: HubName, error: BaseException) -> AImageError | None:
     if isinstance(error, errors.GatedRepoError):
         return UnauthorizedError(
             f"{model} requires a token, and its terms to be accepted",
-            hint=f"accept them at {_HUB}/{model}, and {_ACCESS_HINT}",
+            hint=f"accept them at {HUB}/{model}, and {_ACCESS_HINT}",
         )
     if isinstance(error, errors.RepositoryNotFoundError):
         return NotFoundError(

@@ -29,6 +29,7 @@ CALLS: dict[str, tuple[tuple[str, ...], int]] = {
     "config show": ((), 0),
     "df": ((), 0),
     "diff": (("tiny", "tiny"), 0),
+    "doctor": (("--offline",), 0),
     "du": ((), 0),
     "export": (("tiny", "exported"), 0),
     "gc": ((), 0),

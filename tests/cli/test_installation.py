@@ -103,7 +103,7 @@ def test_every_extra_of_all_is_known() -> None:
     project = tomllib.loads((root / "pyproject.toml").read_text("utf-8"))["project"]
     (everything,) = project["optional-dependencies"]["all"]
     assert (
-        everything == f"clowder-aimage[{','.join(sorted(installation._EXTRAS.keys() - {'torch'}))}]"
+        everything == f"clowder-aimage[{','.join(sorted(installation.EXTRAS.keys() - {'torch'}))}]"
     )
 
 

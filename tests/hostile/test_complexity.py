@@ -538,6 +538,7 @@ COVERED = {
         ),
         "records, by read_json",
     ),
+    "cli/doctor/backend.py": "what this program's own process prints, by read_json",
     "api/picture/request.py": "a bounded field of a form, by read_json",
     "api/ollama/text.py": "a bounded field of a body, by read_json",
     **dict.fromkeys(

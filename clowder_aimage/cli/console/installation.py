@@ -10,26 +10,34 @@ import sys
 import sysconfig
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 _NAME = "clowder-aimage"
 # files that tools leave in the environments that they make, and their commands
 _TOOLS = {"uv-receipt.toml": "uv tool install", "pipx_metadata.json": "pipx install --force"}
-# extras, with a package that is installed with each
-_EXTRAS = {
-    "fleet": "nats",
-    "format": "jinja2",
-    "hf": "huggingface_hub",
-    "llama": "xllamacpp",
-    "mlx": "mlx",
-    "otel": "opentelemetry",
-    "server": "aiohttp",
-    "socks": "socks",
-    "text": "mlx_lm",
-    "torch": "diffusers",
-    "worker": "structlog",
-    "zstd": "zstandard",
+
+
+class Extra(NamedTuple):
+    """A package that is installed with an extra, and what the extra is for."""
+
+    package: str
+    purpose: str
+
+
+EXTRAS = {
+    "fleet": Extra("nats", "many workers behind one address"),
+    "format": Extra("jinja2", "results by a template"),
+    "hf": Extra("huggingface_hub", "models of the Hugging Face hub"),
+    "llama": Extra("xllamacpp", "language models in GGUF files"),
+    "mlx": Extra("mlx", "image models, and quantization"),
+    "otel": Extra("opentelemetry", "traces by OpenTelemetry"),
+    "server": Extra("aiohttp", "the store as a registry"),
+    "socks": Extra("socks", "SOCKS proxies"),
+    "text": Extra("mlx_lm", "language models of Transformers"),
+    "torch": Extra("diffusers", "image models with PyTorch, on GPUs of NVIDIA and AMD"),
+    "worker": Extra("pydantic", "a worker and a node"),
+    "zstd": Extra("zstandard", "layers compressed with zstd"),
 }
 
 
@@ -38,8 +46,13 @@ def install_command(extras: str) -> str:
     requested = set(extras.split(","))
     # These commands install anew: keep the extras that are there.
     if command := _find_tool():
-        requested |= {extra for extra, name in _EXTRAS.items() if importlib.util.find_spec(name)}
+        requested |= {name for name, extra in EXTRAS.items() if is_installed(extra.package)}
     return f"{command or _find_pip()} {_format_requirement(','.join(sorted(requested)))}"
+
+
+def is_installed(package: str) -> bool:
+    """Return True if Python finds a package."""
+    return importlib.util.find_spec(package) is not None
 
 
 def _find_tool() -> str | None:

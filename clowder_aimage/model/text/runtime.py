@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from clowder_aimage.dialect.aimage import AImage
 from clowder_aimage.errors import ModelError, UsageError
@@ -48,7 +48,7 @@ def load_language_model(
     parallel: requests that are served at once. models: number of models that share the memory.
 
     Raises:
-        UsageError: The extra of the runtime is not installed.
+        UsageError: The extra of the runtime, or a library that it needs, is not installed.
         UnrunnableError: Its files cannot be run here.
         ModelError: The AImage is not a language model, or its chat template cannot be read.
         NoMemoryError: The memory is insufficient.
@@ -63,9 +63,20 @@ def load_language_model(
     with refuse_unrunnable():
         if runtime == MLX_LM and is_encoder(find_object(files, aimage, "config.json") or {}):
             runtime = ENCODER
+    runtime_module = import_runtime(runtime)
+    if models > 1:
+        memory = (memory or runtime_module.get_default_memory()) // models
+    options = {"dtype": dtype, "memory": memory, "context": context, "parallel": parallel}
+    with refuse_unrunnable():
+        model: LanguageModel = runtime_module.load(files, aimage, **options)
+    return model
+
+
+def import_runtime(runtime: str) -> Any:
+    """Return the module of a runtime. Raises UsageError: its extra, or a library, is missing."""
     module, extra = _MODULES[runtime]
     try:
-        runtime_module = importlib.import_module(module)
+        return importlib.import_module(module)
     except ModuleNotFoundError as error:
         # A missing module of this package is a defect, not a missing extra
         if (error.name or "").startswith("clowder_aimage"):
@@ -80,9 +91,3 @@ def load_language_model(
             f"{runtime} cannot be used: {error}",
             hint="install this library with the packages of your system; libgomp1 has libgomp.so.1",
         ) from None
-    if models > 1:
-        memory = (memory or runtime_module.get_default_memory()) // models
-    options = {"dtype": dtype, "memory": memory, "context": context, "parallel": parallel}
-    with refuse_unrunnable():
-        model: LanguageModel = runtime_module.load(files, aimage, **options)
-    return model
