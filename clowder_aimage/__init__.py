@@ -12,30 +12,43 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from clowder_aimage.client import Registry, Store, create, pull, push
+    from clowder_aimage.client.answer import Answer
+    from clowder_aimage.client.model import Model, load
+    from clowder_aimage.client.picture import Picture
+    from clowder_aimage.client.registry import Registry
+    from clowder_aimage.client.store import Store
+    from clowder_aimage.client.transfer import create, pull, push
+    from clowder_aimage.client.worker import Worker
     from clowder_aimage.errors import AImageError
-    from clowder_aimage.loaded_model import Model, Picture, load
     from clowder_aimage.oci import Reference
 
 __version__ = "0.1.0"
 __all__ = [
     "AImageError",
+    "Answer",
     "Model",
     "Picture",
     "Reference",
     "Registry",
     "Store",
+    "Worker",
     "create",
     "load",
     "pull",
     "push",
 ]
 _MODULES = {
-    **dict.fromkeys(__all__, "client"),
-    **dict.fromkeys(("Model", "Picture", "load"), "loaded_model"),
     "AImageError": "errors",
+    "Answer": "client.answer",
+    "Picture": "client.picture",
     "Reference": "oci",
+    "Registry": "client.registry",
+    "Store": "client.store",
+    "Worker": "client.worker",
+    **dict.fromkeys(("Model", "load"), "client.model"),
+    **dict.fromkeys(("create", "pull", "push"), "client.transfer"),
 }
+__all__ = [*_MODULES]
 
 
 class _Package(ModuleType):

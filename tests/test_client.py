@@ -15,17 +15,20 @@ import pytest
 import clowder_aimage
 from clowder_aimage import (
     AImageError,
+    Answer,
     Model,
     Picture,
     Reference,
     Registry,
     Store,
+    Worker,
     create,
     load,
     pull,
     push,
 )
-from clowder_aimage.client import ProgressCounter
+from clowder_aimage.client.picture import PictureFile
+from clowder_aimage.client.progress import ProgressCounter, count_progress
 from clowder_aimage.content.copy_option import CopyEvent
 from clowder_aimage.errors import NotFoundError, UsageError
 from clowder_aimage.oci import Descriptor
@@ -41,23 +44,33 @@ PAGE = ROOT / "docs" / "python.md"
 Draw = Callable[..., Picture]
 # A change here is a change for users: it needs an entry in CHANGELOG.md.
 SIGNATURES: dict[Any, str] = {
-    create: "name path * store dtype quantize license source steps guidance progress",
+    create: "name path * store base loras dtype quantize license source annotations "
+    "steps guidance progress",
     load: "name * store registry backend dtype device progress",
     pull: "name * store registry components include progress",
     push: "name * store registry dialect progress",
     Store: "path",
     Registry: "host * username password plain_http insecure ca_file",
-    Model.generate: "self prompt * image mask control references loras progress **parameters",
+    Model.generate: "self prompt * image mask control references loras size progress **parameters",
+    Model.chat: "self messages * on_text **parameters",
+    Model.embed: "self texts * prompt",
+    Registry.copy: "self name target * recursive progress",
+    Registry.attach: "self name *files artifact_type annotations progress",
+    Registry.referrers: "self name * artifact_type recursive",
+    Store.diff: "self a b * registry",
+    Worker: "url * token model",
     Picture: "pixels seed facts",
     Picture.encode: "self kind",
     Picture.save: "self path",
     Reference.parse: "text",
 }
 MEMBERS = {
-    Store: "digest export names remove show tag",
-    Registry: "digest repositories tags",
-    Model: "close generate",
-    Picture: "encode facts pixels save seed",
+    Store: "diff digest export names remove show tag",
+    Registry: "attach copy delete digest referrers repositories show tag tags",
+    Model: "achat aembed agenerate chat close embed generate",
+    Worker: "achat aembed agenerate chat embed generate url",
+    Picture: "encode image pixels save",
+    Answer: "prompt_tokens reason text thinking tokens warnings",
 }
 
 
@@ -77,16 +90,27 @@ def abridged(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Path:
 
 
 def parameters(function: Any) -> str:
-    names = []
+    names = list[str]()
     for each in inspect.signature(function).parameters.values():
-        if each.kind is each.KEYWORD_ONLY and "*" not in names:
+        stars = "**" if each.kind is each.VAR_KEYWORD else "*"
+        stars = stars if each.kind in (each.VAR_KEYWORD, each.VAR_POSITIONAL) else ""
+        if each.kind is each.KEYWORD_ONLY and not any(name[0] == "*" for name in names):
             names.append("*")
-        names.append(f"{'**' if each.kind is each.VAR_KEYWORD else ''}{each.name}")
+        names.append(f"{stars}{each.name}")
     return " ".join(names)
 
 
 def test_the_public_names_are_pinned() -> None:
-    names = {"AImageError", "Model", "Picture", "Reference", "Registry", "Store"}
+    names = {
+        "AImageError",
+        "Answer",
+        "Model",
+        "Picture",
+        "Reference",
+        "Registry",
+        "Store",
+        "Worker",
+    }
     assert set(clowder_aimage.__all__) == names | {"create", "load", "pull", "push"}
     assert set(clowder_aimage.__all__) <= set(dir(clowder_aimage))
 
@@ -96,9 +120,9 @@ def test_the_signatures_are_pinned_and_in_the_documentation() -> None:
     for function, expected in SIGNATURES.items():
         assert parameters(function) == expected
         text = expected.removeprefix("self ").replace(" ", ", ")
-        assert function is Picture or f"`{function.__name__}({text})" in page
+        assert function is Picture or f"`{function.__name__}({text})" in page, function
     for kind, members in MEMBERS.items():
-        own = {name for name in vars(kind) if name[0] != "_"}
+        own = {name for name in dir(kind) if name[0] != "_"}
         assert own == set(members.split()), kind.__name__
         assert all(f"`{name}" in page for name in own)
 
@@ -141,7 +165,7 @@ def test_a_store_is_changed_by_name(abridged: Path, tmp_path: Path) -> None:
     assert store.path == tmp_path / "store" and "tiny" in store
     store.tag("tiny", "other:v1")
     assert store.names() == ["other:v1", "tiny:latest"]
-    assert store.show("tiny")["pipeline"] == "ZImagePipeline"
+    assert store.show("tiny")["config"]["pipeline"] == "ZImagePipeline"
     written = store.export("other:v1", tmp_path / "out")
     assert (written / "model_index.json").read_bytes() == (
         abridged / "model_index.json"
@@ -152,6 +176,89 @@ def test_a_store_is_changed_by_name(abridged: Path, tmp_path: Path) -> None:
         store.remove("other:v1")
     with pytest.raises(UsageError, match="a tag is needed"):
         store.tag("tiny", f"x@{store.digest('tiny')}")
+
+
+def test_names_in_a_registry_are_copied_tagged_described_and_deleted(
+    abridged: Path, registry: RealRegistry, tmp_path: Path
+) -> None:
+    name = f"{registry.host}/api/whole:v1"
+    digest = create(name, abridged, annotations={"org.example.team": "paint"})
+    push(name)
+    remote, file = Registry(registry.host), tmp_path / "sbom.json"
+    file.write_text("{}")
+    shown = remote.show("api/whole:v1")
+    assert shown["digest"] == digest and shown["config"]["pipeline"] == "ZImagePipeline"
+    sent = remote.attach(name, file, artifact_type="application/spdx+json", annotations={"a": "b"})
+    (entry,) = remote.referrers("api/whole:v1")
+    assert (entry["digest"], entry["artifactType"]) == (sent, "application/spdx+json")
+    assert remote.referrers(name, artifact_type="text/none", recursive=True) == []
+    target = f"{registry.host}/api/copied:v2"
+    assert remote.copy("api/whole:v1", target, recursive=True) == digest
+    assert remote.referrers(target)[0]["digest"] == sent
+    remote.tag("api/copied:v2", "stable")
+    assert sorted(remote.tags("api/copied")) == ["stable", "v2"]
+    remote.delete(f"api/copied@{digest}")
+    with pytest.raises(NotFoundError):
+        remote.digest("api/copied:v2")
+    for whole in ("api/copied", Reference.parse(target).name):
+        with pytest.raises(UsageError, match="neither tag nor digest"):
+            remote.delete(whole)
+    with pytest.raises(UsageError, match="not in the registry"):
+        remote.digest("other.example/api/whole:v1")
+
+
+def test_aimages_are_compared(abridged: Path, registry: RealRegistry, tmp_path: Path) -> None:
+    name = f"{registry.host}/api/compared:v1"
+    create(name, abridged)
+    push(name)
+    store = Store(tmp_path / "other")
+    create("half", abridged, store=store, dtype="f16")
+    compared = store.diff(name, "half")
+    assert compared["a"]["where"] == "registry" and compared["b"]["where"] == "store"
+    assert compared["differ"] and not store.diff("half", "half")["differ"]
+
+
+def test_adapters_are_packed_for_a_base_and_beside_it(tiny: Path, tmp_path: Path) -> None:
+    pytest.importorskip("numpy", reason="numpy is not installed")
+    file = write_lora(tmp_path / "ink.safetensors")
+    create("tiny", tiny)
+    create("ink", file, base="tiny")
+    assert Store().show("ink")["subject"]["digest"] == Store().digest("tiny")
+    create("both", base="tiny", loras=["ink", (str(file), 0.5)])
+    uses = Store().show("both")["config"]["loras"]
+    assert [use["strength"] for use in uses] == [1.0, 0.5]
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({}, "needs a path"),
+        ({"base": "tiny"}, "needs a path"),
+        ({"loras": ["ink"]}, "needs a path"),
+        ({"base": "tiny", "loras": ["ink"], "quantize": "int8"}, "without other options"),
+        ({"base": "tiny", "loras": ["ink"], "license": "MIT"}, "without other options"),
+        ({"path": file, "loras": ["ink"]}, "without a path"),
+        ({"path": tiny, "base": "tiny"}, "only an adapter or a ControlNet"),
+    ]
+    for options, message in refused:
+        with pytest.raises(UsageError, match=message):
+            create("x", **options)
+    with pytest.raises(NotFoundError):
+        create("x", base="tiny", loras=["none"])
+
+
+def test_values_have_short_names_in_an_interpreter(tmp_path: Path) -> None:
+    shown = {
+        repr(Picture(np.zeros((48, 64, 3), np.uint8), 7, {"prompt": "x"})),
+        repr(Store(tmp_path)),
+        repr(Registry("registry.example.com")),
+        repr(Worker("gpu:11434", model="shapes")),
+        repr(Answer("a" * 80, "", "stop", 7, 9)),
+    }
+    assert shown == {
+        "<Picture 64x48, seed 7>",
+        f"Store('{tmp_path}')",
+        "Registry('registry.example.com')",
+        "Worker('http://gpu:11434', model='shapes:latest')",
+        f"<Answer '{'a' * 40}...', 9 tokens>",
+    }
+    assert str(Answer("text", "", "stop", 1, 1)) == "text"
 
 
 def test_a_part_is_pulled(abridged: Path, registry: RealRegistry, tmp_path: Path) -> None:
@@ -211,6 +318,16 @@ def test_a_model_generates_pictures(tiny: Path, tmp_path: Path) -> None:
         load("nothing")
 
 
+def test_a_picture_is_an_image_and_is_shown_by_a_notebook() -> None:
+    pixels = np.arange(4 * 6 * 3, dtype=np.uint8).reshape(4, 6, 3)
+    picture = Picture(pixels, 7, {"prompt": "x"})
+    assert (np.asarray(picture.image) == pixels).all()
+    shown: Any = picture
+    file = PictureFile(shown._repr_png_(), 7, {})
+    assert repr(file) == repr(picture) == "<Picture 6x4, seed 7>"
+    assert (file.pixels == pixels).all() and file.encode() == picture.encode()
+
+
 def test_a_model_uses_adapters(tiny: Path, tmp_path: Path) -> None:
     pytest.importorskip("mlx.core", reason="mlx is not installed")
     store, file = Store(tmp_path / "store"), str(write_lora(tmp_path / "ink.safetensors"))
@@ -252,6 +369,7 @@ def test_a_picture_begins_with_another(drawing: Draw, tmp_path: Path) -> None:
     options: Any = {"steps": 2, "strength": 0.5}
     made = drawing(image=IMAGE, **options, progress=lambda *counts: seen.append(counts))
     assert made.pixels.shape == (32, 48, 3) and made.facts["strength"] == 0.5
+    assert drawing(size="64x48", steps=1).pixels.shape == (48, 64, 3)
     assert seen == [(0, 2), (0, 1), (1, 1)]
     begun = Picture(IMAGE, 1, {})
     for same in (begun, begun.encode(), str(begun.save(tmp_path / "a.png")), tmp_path / "a.png"):
@@ -300,6 +418,9 @@ def test_guidance_is_limited(drawing: Draw) -> None:
         ({"image": np.zeros((4, 4, 3))}, UsageError, "the image is not a picture: an array of fl"),
         ({"image": IMAGE, "mask": MASK[1:]}, UsageError, "the mask has 50 x 33 pixels"),
         ({"references": [IMAGE]}, UsageError, "reference"),
+        ({"size": "64"}, UsageError, 'size must be "auto" or WIDTHxHEIGHT'),
+        ({"size": "64x72"}, UsageError, "size must have a height that is a multiple of 16"),
+        ({"size": "64x64", "width": 32}, UsageError, "width is 32, but size is 64x64"),
         ({"references": [b"text"]}, UsageError, "the reference 1 is not a picture"),
         ({"mask": MASK}, UsageError, "mask requires an image"),
         ({"image": IMAGE, "expand": (0, 0, 8, 0), "width": 64}, UsageError, "determines the size"),
@@ -328,7 +449,8 @@ def test_the_programs_of_the_page(registry: RealRegistry, tmp_path: Path) -> Non
     """One after the other, as a reader would run them."""
     pytest.importorskip("mlx.core", reason="mlx is not installed")
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    program = "\n".join(re.findall(r"^```python\n(.*?)^```", PAGE.read_text("utf-8"), re.M | re.S))
+    page = re.sub(r"<!-- python: worker -->\n```python\n", "```text\n", PAGE.read_text("utf-8"))
+    program = "\n".join(re.findall(r"^```python\n(.*?)^```", page, re.M | re.S))
     program = re.sub(r"localhost:\d+", registry.host, program)
     done = run([sys.executable, "-c", program], cwd=tmp_path, text=True)
     assert done.returncode == 0, done.stderr
@@ -357,3 +479,18 @@ def test_bytes_of_a_copy_are_counted_once(kinds: tuple[str, ...], done: int) -> 
         count = {"plan": 10, "progress": 4}.get(kind, 0)
         counter.on_event(CopyEvent(kind, None if kind == "plan" else blob, count))
     assert counted[-1] == (done, 10)
+
+
+def test_a_bar_is_shown_on_a_terminal_only(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for is_terminal in (False, True):
+        monkeypatch.setenv("FORCE_COLOR" if is_terminal else "NO_COLOR", "1")
+        with count_progress(True, "packing") as counter:
+            counter.begin(10)
+            counter.advance(10)
+        shown = capsys.readouterr()
+        assert not shown.out and ("packing" in shown.err) == is_terminal
+    with count_progress(False, "packing") as counter:
+        counter.begin(10)
+    assert not capsys.readouterr().err

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from clowder_aimage import __version__
+from clowder_aimage.config.token_file import read_client_token
 from clowder_aimage.document.optional_file import warn
 from clowder_aimage.errors import UsageError
 
@@ -150,12 +151,6 @@ def resolve_fleet_directory(fleet: str) -> Path | None:
     return directory / "aimage" / "fleet" / fleet if directory else None
 
 
-def resolve_names_file() -> Path | None:
-    """Return the user's file of names, beside the configuration; None without a home."""
-    directory = _resolve_xdg_directory("XDG_CONFIG_HOME", ".config")
-    return directory / "aimage" / "names.yaml" if directory else None
-
-
 def find_config_file() -> Path | None:
     """Return the path of the configuration: config.json, or config.yaml in the same directory.
 
@@ -199,6 +194,29 @@ def read_user_configuration(parse: Callable[[dict[str, Any]], _T]) -> _T:
 
 def _names_config_file() -> bool:
     return _read_path("AIMAGE_CONFIG") is not None
+
+
+def read_worker_host() -> str | None:
+    """Return the value of AIMAGE_HOST."""
+    return _read_variable("AIMAGE_HOST")
+
+
+def read_worker_token() -> str | None:
+    """Return the token in AIMAGE_TOKEN, else the first one in the file AIMAGE_TOKEN_FILE.
+
+    Raises UsageError, which does not contain the token.
+    """
+    if (token := _read_variable("AIMAGE_TOKEN")) is not None:
+        if len(token.split()) > 1:
+            message = "AIMAGE_TOKEN has more than a token"
+            raise UsageError(message, hint="set it to the token alone, without its scope")
+        return token
+    path = _read_variable("AIMAGE_TOKEN_FILE")
+    return read_client_token(Path(path)) if path is not None else None
+
+
+def _read_variable(name: str) -> str | None:
+    return os.environ.get(name, "").strip() or None
 
 
 def read_client_options(*, ca_file: str | Path | None = None, **options: Any) -> ClientOptions:

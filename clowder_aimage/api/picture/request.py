@@ -7,7 +7,6 @@ servers: ``num_inference_steps`` and ``guidance_scale`` are vllm-omni's.
 from __future__ import annotations
 
 import math
-import re
 import secrets
 from collections.abc import Mapping
 from dataclasses import replace
@@ -32,7 +31,6 @@ from clowder_aimage.api.request_body import (
 from clowder_aimage.api.text.enhance_field import EnhanceFields
 from clowder_aimage.dialect import AImage
 from clowder_aimage.errors import FormatError, UsageError
-from clowder_aimage.generation.check import check, describe
 from clowder_aimage.generation.encoding import PictureEncoding
 from clowder_aimage.generation.parameter import list_parameters
 from clowder_aimage.generation.request import (
@@ -42,8 +40,8 @@ from clowder_aimage.generation.request import (
     Guidance,
     Output,
     Sampling,
-    map_parameter_locations,
 )
+from clowder_aimage.generation.size import SIZE, parse_size
 from clowder_aimage.oci import read_json
 
 # Links by default, as at OpenAI
@@ -52,7 +50,6 @@ LINKED = frozenset({"dall-e-2", "dall-e-3"})
 AUTO, OPENAI, WITH_PROGRESS, OLLAMA = "auto", "openai", "openai+progress", "ollama"
 # Presets that change the model's default number of steps, with their factors
 PRESETS = {"low": 0.5, "high": 2.0, "hd": 2.0, "xhigh": 3.0, "max": 4.0}
-_SIZE = re.compile(r"([0-9]{1,5})x([0-9]{1,5})", re.ASCII)
 _PLAIN = frozenset(
     parameter.name for owner in (Sampling, Guidance, Output) for parameter in list_parameters(owner)
 )
@@ -64,7 +61,7 @@ Size = Annotated[
         max_length=MAX_NAME,
         description="`auto`, or WIDTHxHEIGHT such as `1024x1024`.",
         examples=["32x32"],
-        json_schema_extra={"pattern": f"^(auto|{_SIZE.pattern})?$"},
+        json_schema_extra={"pattern": f"^(auto|{SIZE.pattern})?$"},
     ),
     AfterValidator(lambda text: text or "auto"),
 ]
@@ -130,7 +127,7 @@ class ImageRequest(EnhanceFields, PictureFields, GenerationBody):
             raise build_field_error(
                 "background", "transparent is not supported", "unsupported_value"
             )
-        size = _parse_size(self.size)
+        size = _parse_sides(self.size)
         for name, side in size.items():
             if self.stated.get(name, side) != side:
                 raise build_field_error(name, f"is {self.stated[name]}, but size is {self.size}")
@@ -183,7 +180,7 @@ class ImageRequest(EnhanceFields, PictureFields, GenerationBody):
         self, aimage: AImage | None, previews: int = 0, pictures: StoredPictures | None = None
     ) -> GenerateRequest:
         """Return the request with the defaults of the AImage, or a draft. Raises UsageError."""
-        extra = {**_parse_size(self.size), "seed": self.first_seed, "previews": previews}
+        extra = {**_parse_sides(self.size), "seed": self.first_seed, "previews": previews}
         request = self.request(self.adapters.prompt, pictures, aimage, **extra)
         if aimage is not None and "steps" not in self.stated and self.quality in PRESETS:
             steps = math.ceil(request.sampling.steps * PRESETS[self.quality])
@@ -250,20 +247,9 @@ def _parse_json(name: str, text: str) -> Any:
         raise build_field_error(name, error.message.removeprefix(f"{name} ")) from None
 
 
-def _parse_size(text: str) -> dict[str, int]:
-    """Return the sides of ``WIDTHxHEIGHT``; empty for "auto". Raises ApiError."""
-    if text == "auto":
-        return {}
-    sides = _SIZE.fullmatch(text)
-    if sides is None:
-        raise build_field_error("size", 'must be "auto" or WIDTHxHEIGHT, such as "1024x1024"')
-    size = {"width": int(sides[1]), "height": int(sides[2])}
-    for name, side in size.items():
-        accepted = map_parameter_locations()[name].parameter.type
-        try:
-            check(name, side, accepted)
-        except UsageError:
-            raise build_field_error(
-                "size", f"must have a {name} that is {describe(accepted)}"
-            ) from None
-    return size
+def _parse_sides(text: str) -> dict[str, int]:
+    """Return the sides of a size. Raises ApiError."""
+    try:
+        return parse_size(text)
+    except UsageError as error:
+        raise build_field_error("size", error.message.removeprefix("size ")) from None

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 import click
@@ -112,26 +112,22 @@ def offer(words: Sequence[str]) -> None:
         remark(f"trigger words of the adapters: {', '.join(words)} (--trigger adds them)")
 
 
-def to_worker(
-    client: WorkerClient, uses: Sequence[LoraUse], prompt: str | None
-) -> list[Mapping[str, object]]:
-    """Return the field of a request for adapters that a worker has.
+def to_worker(client: WorkerClient, uses: Sequence[LoraUse], prompt: str | None) -> dict[str, Any]:
+    """Return the fields of a request for adapters that a worker has.
 
     Their trigger words are offered for a ``prompt``, if it is not None.
 
     Raises UsageError: one is a file here.
     """
+    from clowder_aimage.engine.remote.image_generation import build_lora_fields
+
+    hint = "use --local, or pack it with 'aimage create' for the worker"
+    fields = build_lora_fields(uses, hint)
     words: list[str] = []
-    for use in uses:
-        if is_file(use.model):
-            hint = "use --local, or pack it with 'aimage create' for the worker"
-            raise UsageError(f"{use.model} is a file, which a worker does not read", hint=hint)
-        words += [] if prompt is None else _fetch_trigger_words(client, use.model)
+    for use in uses if prompt is not None else ():
+        words += _fetch_trigger_words(client, use.model)
     offer(list_missing_words(prompt or "", words))
-    return [
-        {"model": use.model, **({} if use.strength is None else {"strength": use.strength})}
-        for use in uses
-    ]
+    return fields
 
 
 def _fetch_trigger_words(client: WorkerClient, name: str) -> list[str]:

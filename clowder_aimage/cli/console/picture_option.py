@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -133,21 +132,3 @@ def _warn_about_pictures(draft: GenerateRequest) -> None:
         mask = draft.input.mask if is_masked else None
         for sentence in picture.list_warnings(mask, hint=hint):
             note_once(f"warning: {option}: {format_picture_label(name)} {sentence}")
-
-
-def to_request(draft: GenerateRequest) -> dict[str, Any]:
-    """Return the fields of a request to a worker for pictures: data URLs in place of digests."""
-    image_input = draft.input
-    digests = {"image": image_input.image, "mask": image_input.mask, "control": draft.control.image}
-    fields: dict[str, Any] = {
-        name: _encode_data_url(digest)
-        for name, digest in digests.items()
-        if digest not in (None, ALPHA)
-    }
-    if image_input.references:
-        fields["images"] = list(map(_encode_data_url, image_input.references))
-    return fields | ({"painted": "white"} if "mask" in fields else {})
-
-
-def _encode_data_url(digest: str) -> str:
-    return f"data:;base64,{base64.b64encode(get_named_pictures().data[digest]).decode()}"

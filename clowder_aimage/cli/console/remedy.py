@@ -89,6 +89,7 @@ REMEDIES = {
     "too: aimage create enhancer --enhancer --from REF",
     "no_layers": "omit --component and --include to pull all of it",
     "no_variant": "omit --variant",
+    "model_of_worker": "use {used}, or pull yours: aimage pull --remote {name}",
     "no_worker": "start one with 'aimage serve', or set AIMAGE_HOST to another",
     "not_in_store": "'aimage ls' lists the names in the store",
     "not_in_store_pull": "'aimage ls' lists the names in the store; 'aimage pull' fetches from a "
@@ -133,7 +134,6 @@ REMEDIES = {
     "export AIMAGE_TRUSTED_REALMS={realms}",
     "use_encoder": "the text encoder of Z-Image or FLUX.2 [klein] can be used as one: "
     "aimage create NAME --enhancer --from {model}",
-    "validate_file": "to list all its faults: aimage validate {file}",
     "whole_files": "{other}; or pack all files as they are, with --whole-files",
     "whole_weights": "name a model whose last layer is whole with --weights: a directory or an "
     "AImage of Qwen3-4B, or an AImage of FLUX.2 [klein] 4B",

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from clowder_aimage.cli.console.option import get_settings, list_explicit_options
 from clowder_aimage.cli.console.output import META, format_count, note
-from clowder_aimage.config.token_file import read_client_token
+from clowder_aimage.config.user_directory import read_worker_host, read_worker_token
 from clowder_aimage.errors import AccessError, FormatError, UsageError
 from clowder_aimage.oci.descriptor import MAX_SIZE
 
@@ -48,29 +46,6 @@ def create_client(host: str | None) -> WorkerClient:
 
         tracer = Tracer(with_headers=level > 1)
     return WorkerClient(host or DEFAULT_HOST, read_worker_token(), tracer)
-
-
-def read_worker_host() -> str | None:
-    """Return the value of AIMAGE_HOST."""
-    return _read_variable("AIMAGE_HOST")
-
-
-def read_worker_token() -> str | None:
-    """Return the token in AIMAGE_TOKEN, else the first one in the file AIMAGE_TOKEN_FILE.
-
-    Raises UsageError, which does not contain the token.
-    """
-    if (token := _read_variable("AIMAGE_TOKEN")) is not None:
-        if len(token.split()) > 1:
-            message = "AIMAGE_TOKEN has more than a token"
-            raise UsageError(message, hint="set it to the token alone, without its scope")
-        return token
-    path = _read_variable("AIMAGE_TOKEN_FILE")
-    return read_client_token(Path(path)) if path is not None else None
-
-
-def _read_variable(name: str) -> str | None:
-    return os.environ.get(name, "").strip() or None
 
 
 def refuse_options(hint: str, *, exclude: Collection[str] = ()) -> None:

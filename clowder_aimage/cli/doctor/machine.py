@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from clowder_aimage.cli.console.worker_connection import read_worker_host, read_worker_token
 from clowder_aimage.cli.doctor.backend import BackendCheck
 from clowder_aimage.cli.doctor.clock import ClockCheck
 from clowder_aimage.cli.doctor.configuration import ConfigurationCheck
@@ -22,7 +21,11 @@ from clowder_aimage.cli.doctor.registry import RegistryCheck
 from clowder_aimage.cli.doctor.server_time import ServerTimes
 from clowder_aimage.cli.doctor.store import StoreCheck
 from clowder_aimage.cli.doctor.worker import WorkerCheck
-from clowder_aimage.config.user_directory import find_config_file
+from clowder_aimage.config.user_directory import (
+    find_config_file,
+    read_worker_host,
+    read_worker_token,
+)
 from clowder_aimage.document.schema import read_configuration
 from clowder_aimage.engine.endpoint import DEFAULT_HOST
 from clowder_aimage.engine.worker_client import WorkerClient

@@ -29,11 +29,10 @@ from clowder_aimage.cli.console.output import (
 )
 from clowder_aimage.cli.console.worker_connection import (
     create_client,
-    read_worker_host,
     refuse_options,
 )
 from clowder_aimage.cli.verbs.serve import listening_options, node_options, run_server, spell
-from clowder_aimage.config.user_directory import find_config_file
+from clowder_aimage.config.user_directory import find_config_file, read_worker_host
 from clowder_aimage.errors import FormatError, NetworkError, NotFoundError, UsageError
 
 if TYPE_CHECKING:

@@ -14,10 +14,10 @@ from clowder_aimage.cli.console.worker_connection import (
     create_client,
     list_local_options,
     list_models,
-    read_worker_host,
     refuse_options,
 )
 from clowder_aimage.cli.worker.remote import RemoteWorker
+from clowder_aimage.config.user_directory import read_worker_host
 from clowder_aimage.errors import AImageError, NotFoundError
 from clowder_aimage.oci import Reference
 
