@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from clowder_aimage.content.decompress import open_decompressed
 from clowder_aimage.content.platform import Candidate, list_candidates
 from clowder_aimage.content.store import Source
 from clowder_aimage.content.verified_reader import read_all
 from clowder_aimage.dialect import AImage, Layer
 from clowder_aimage.errors import FormatError, NotFoundError
+from clowder_aimage.formats.model_tree import CARD, MAX_CARD
 from clowder_aimage.formats.onnx_signature import OnnxSignature, OnnxValue, read_signature
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.completeness import Completeness, check_stored
@@ -70,6 +72,30 @@ def show(source: Source, reference: Reference) -> ShownAImage | ShownIndex:
     ability = find_ability(source, stored.descriptor.digest, stored.aimage)
     completeness, signatures = check_stored(source, stored), _read_signatures(source, stored.aimage)
     return ShownAImage(reference, stored, completeness, ability, signatures)
+
+
+def read_card(source: Source, reference: Reference) -> bytes:
+    """Return the model card of an AImage in a layout or a registry.
+
+    Raises:
+        NotFoundError: It is not there, or has no card.
+        FormatError, VerificationError: It is an index, or the card is too large or damaged.
+        UnauthorizedError, NetworkError, RegistryError, StoreError: It cannot be read.
+    """
+    descriptor = source.resolve(reference)
+    if descriptor.media_type in mediatype.INDEXES:
+        hint = "choose one of its manifests by its digest"
+        raise FormatError(f"{reference} is an index, which has no card", hint=hint)
+    stored = interpret(source, descriptor, read_manifest(source, descriptor))
+    layer = stored.aimage.find(CARD)
+    if layer is None:
+        raise NotFoundError(
+            f"{reference} has no model card", hint=f"a card is the file {CARD} of a model directory"
+        )
+    if layer.descriptor.size > MAX_CARD:
+        raise FormatError(f"the card of {reference} is larger than 1 MiB")
+    with open_decompressed(source, layer.descriptor, layer.content, limit=MAX_CARD) as file:
+        return b"".join(iter(lambda: file.read(1 << 20), b""))
 
 
 def _encode_aimage(

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from clowder_aimage.content.buffer import CHUNK_SIZE
-from clowder_aimage.content.store import BlobFiles, Reader
+from clowder_aimage.content.store import BlobFiles, Reader, Source
 from clowder_aimage.content.verified_reader import SourceReader, VerifyingReader
 from clowder_aimage.errors import AImageError, FormatError, UsageError, VerificationError
 from clowder_aimage.oci import Descriptor, mediatype
@@ -35,7 +35,11 @@ _DOTTED = (".tar.gzip", ".tar.zstd")
 
 
 def open_decompressed(
-    store: BlobFiles, layer: Descriptor, content: Descriptor | None, *, limit: int = MAX_PLAIN
+    store: BlobFiles | Source,
+    layer: Descriptor,
+    content: Descriptor | None,
+    *,
+    limit: int = MAX_PLAIN,
 ) -> SourceReader:
     """Open the content of ``layer``: its blob, decompressed by its media type.
 

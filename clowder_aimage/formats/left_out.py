@@ -8,7 +8,7 @@ training: transformers, trainer.py and trainer_pt_utils.py; accelerate, utils/co
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
@@ -20,6 +20,13 @@ STORE = "a store of AImages"
 LINK = "a link to a directory"
 NAME = "the name cannot be that of a layer"
 UNNAMED = "weights that the model's index does not name"
+LINK_OUT = "a link that leads out of the directory"
+# Pictures are previews of a model, not its content.
+MAX_PICTURES = 32
+MAX_PICTURE = 16 * 1024 * 1024
+MANY_PICTURES = f"more than {MAX_PICTURES} pictures"
+LARGE_PICTURE = "a picture of more than 16 MiB"
+PICTURE_ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".gif")
 # Endings of weights in any format.
 WEIGHTS = (
     *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".h5", ".keras"),
@@ -68,6 +75,24 @@ def is_copy(name: str) -> bool:
 def is_export(name: str) -> bool:
     """Return True if a file of this name is a Transformers model in another format."""
     return _EXPORT.fullmatch(name) is not None
+
+
+def is_picture(start: bytes) -> bool:
+    """Return True if a file begins as a PNG, JPEG, GIF or WebP picture."""
+    is_webp = start[:4] == b"RIFF" and start[8:12] == b"WEBP"
+    return is_webp or start.startswith((b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"GIF8"))
+
+
+def list_extra_pictures(sizes: Mapping[str, int]) -> list[LeftOut]:
+    """Return the pictures that are not packed, of all files and their sizes in bytes."""
+    names = sorted(name for name in sizes if name.lower().endswith(PICTURE_ENDINGS))
+    large = [name for name in names if sizes[name] > MAX_PICTURE]
+    many = [name for name in names if name not in large][MAX_PICTURES:]
+    reasons = (
+        *((name, LARGE_PICTURE) for name in large),
+        *((name, MANY_PICTURES) for name in many),
+    )
+    return [LeftOut(name, reason) for name, reason in reasons]
 
 
 def divide(names: Iterable[str], packed: Collection[str]) -> tuple[list[str], list[LeftOut]]:

@@ -20,6 +20,7 @@ from clowder_aimage.formats import model_tree
 from clowder_aimage.formats.file_content import identify
 from clowder_aimage.formats.inventory import Inventory
 from clowder_aimage.formats.shard_index import read_file
+from clowder_aimage.formats.sidecar import add_sidecar, describe_adapter, read_sidecar
 from clowder_aimage.oci import mediatype
 
 CONFIG, WEIGHTS = peft_config.CONFIG, peft_config.WEIGHTS
@@ -68,12 +69,15 @@ def _take(path: Path, config: Mapping[str, Any], config_files: tuple[Path, ...])
         for config_file in config_files
     ]
     licence = model_tree.read_license(path.parent) if config_files else None
-    return Inventory.of_files("lora", files, facts, licence)
+    return add_sidecar(Inventory.of_files("lora", files, facts, licence), path)
 
 
 def read_facts(path: Path) -> dict[str, Any]:
-    """Return the description of the adapter in a file. Raises FormatError: It has no adapter."""
-    return describe(path, read_file(path))
+    """Return the description of the adapter in a file, and beside it.
+
+    Raises FormatError: It has no adapter.
+    """
+    return describe_adapter(describe(path, read_file(path)), read_sidecar(path).facts)
 
 
 def _read_config(root: Path, path: Path) -> Mapping[str, Any]:

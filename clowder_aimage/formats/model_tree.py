@@ -27,7 +27,7 @@ _START = 64
 # Bytes of a JSON file; tokenizers and indexes of shards are the largest.
 MAX_JSON = 64 * 1024 * 1024
 # Bytes of a card that are read.
-_MAX_CARD = 1024 * 1024
+MAX_CARD = 1024 * 1024
 # Bytes of a card with only the licence.
 _MAX_BARE_CARD = 4096
 _LFS_POINTER = b"version https://git-lfs"
@@ -285,7 +285,7 @@ def read_license(root: Path) -> str | None:
         return None
     check_inside(root, path)
     with path.open(encoding="utf-8-sig", errors="replace") as file:
-        lines = file.read(_MAX_CARD).splitlines()
+        lines = file.read(MAX_CARD).splitlines()
     if not lines or lines[0].strip() != "---":
         return None
     # The licence is one line of the YAML front matter: a YAML parser is not needed.

@@ -48,6 +48,9 @@ def complete(root: Path, inventory: Inventory, kind: str, reason: str = "") -> I
     exports = [name for name in kept if kind == "transformers" and left_out.is_export(name)]
     omitted += [LeftOut(name, left_out.COPY) for name in exports]
     kept = [name for name in kept if name not in exports]
+    pictures = left_out.list_extra_pictures({n: tree.files[n].stat().st_size for n in kept})
+    kept = [name for name in kept if name not in {picture.path for picture in pictures}]
+    omitted += pictures
     models = dict(_find_models(tree.files, kept))
     if models and not reason:
         raise _build_error(root, kind, models)

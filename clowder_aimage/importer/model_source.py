@@ -28,6 +28,7 @@ from clowder_aimage.formats.inventory import Inventory
 from clowder_aimage.formats.left_out import UNNAMED, LeftOut
 from clowder_aimage.formats.model_tree import ADAPTERS, CARD
 from clowder_aimage.formats.other_files import complete, complete_whole, find_models
+from clowder_aimage.formats.sidecar import add_sidecar
 from clowder_aimage.importer.blob_encoder import check_compression
 from clowder_aimage.oci import mediatype
 
@@ -181,13 +182,18 @@ def _read_inventory(path: Path, kind: str, form: ModelForm) -> Inventory:
     if kind == DIFFUSERS:
         return take_inventory(path, form.variant)
     if kind == family_model.FORMAT:
-        return family_model.take(path, form.like)
+        source = _find_single_file(path, kind) if path.is_dir() else path
+        inventory = family_model.take(path, form.like)
+        return inventory if source.is_dir() else add_sidecar(inventory, source)
     if kind == TRANSFORMERS:
         return transformers.take(path)
     if kind == whole_files.FORMAT:
         return whole_files.take(path)
     module: Any = importlib.import_module(f"clowder_aimage.formats.{kind}")
-    inventory: Inventory = module.take(_find_single_file(path, kind) if path.is_dir() else path)
+    source = _find_single_file(path, kind) if path.is_dir() else path
+    inventory = module.take(source)
+    if kind in (CHECKPOINT, gguf.FORMAT) and source.is_file():
+        inventory = add_sidecar(inventory, source)
     if not path.is_dir():
         return inventory
     # An export writes a card with only the licence; it is not a file of the model.

@@ -42,6 +42,7 @@ from clowder_aimage.formats import (
     pickle_stream,
     savedmodel,
     shard_index,
+    sidecar,
     tokenizer_size,
     weight_source,
 )
@@ -236,6 +237,13 @@ def read_gguf(n: int, _: Path) -> Action:
     pairs += [("tokens", formats_gguf.ARRAY, (formats_gguf.STRING, words))]
     raw = formats_gguf.gguf(pairs, [(f"t{i}", 0, (5,)) for i in range(n)])
     return lambda: gguf_header.read_header(io.BytesIO(raw), len(raw))
+
+
+def read_sidecar(count: int, _: Path) -> Action:
+    versions = [{"name": "v", "trainedWords": ["a", "b"], "files": [{"name": "x"}]}] * count
+    model = {"description": "<p>&amp;<" * count, "modelVersions": versions}
+    raw = json.dumps(model).encode()
+    return lambda: sidecar.parse_sidecar(raw, "other")
 
 
 def read_onnx(n: int, _: Path) -> Action:
@@ -495,6 +503,7 @@ CASES: dict[str, Case] = {
     "formats/model_tree.py": read_tree,
     "formats/model_tree.py card": read_card,
     "formats/onnx_graph.py": read_onnx,
+    "formats/sidecar.py": read_sidecar,
     "formats/savedmodel.py": read_savedmodel,
     "formats/shard_index.py": read_shards,
     "formats/torchscript.py": read_torchscript,

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import click
 
+from clowder_aimage.cli.console.card_text import render_card
 from clowder_aimage.cli.console.example import NAME, examples
 from clowder_aimage.cli.console.onnx_text import (
     format_signature,
@@ -23,10 +26,14 @@ from clowder_aimage.cli.console.output import (
     format_number,
     format_size,
     format_table,
+    open_output,
     print_result,
+    wants_value,
 )
 from clowder_aimage.cli.console.stored_name import stored_argument
+from clowder_aimage.content.atomic_file import write_all
 from clowder_aimage.content.platform import format_cell
+from clowder_aimage.content.store import Source
 from clowder_aimage.dialect import AImage, Layer
 from clowder_aimage.errors import UsageError
 from clowder_aimage.layout.completeness import Completeness, describe_missing
@@ -34,7 +41,7 @@ from clowder_aimage.layout.stored_aimage import StoredAImage
 from clowder_aimage.model.ability import Ability
 from clowder_aimage.model.stored_ability import IMAGE
 from clowder_aimage.oci import Reference
-from clowder_aimage.show import ShownAImage, ShownIndex
+from clowder_aimage.show import ShownIndex, read_card
 from clowder_aimage.show import show as describe
 
 # Characters of the facts of adapters.
@@ -44,6 +51,11 @@ _FEW = 20
 _OURS = re.compile(
     r"application/vnd\.clowder\.aimage\.(?:model|adapter)\.([a-z0-9]+)\.layer\.v1(\+\w+)?"
 )
+_PERMISSIONS = {
+    "allowNoCredit": "without credit",
+    "allowDerivatives": "derivatives",
+    "allowDifferentLicense": "other permissions for derivatives",
+}
 # properties of the config, above the size and below the number of parameters
 _KIND = ("family", "pipeline", "format", "name", "architecture")
 _MORE = (*("quantization", "context", "formatVersion"), *("license", "source", "created"))
@@ -56,25 +68,43 @@ _MORE = (*("quantization", "context", "formatVersion"), *("license", "source", "
 @click.option(
     "--remote", is_flag=True, is_eager=True, help="Read it from the registry in its name."
 )
+@click.option("--card", is_flag=True, help="Print the model card, its README.md.")
 @connection_options
-def show(reference: Reference, layers: bool, remote: bool) -> None:
+def show(reference: Reference, layers: bool, remote: bool, card: bool) -> None:
     """Show the config, the components and the sizes of the AImage REF in the store.
 
-    For an index, show its manifests. With --remote only the manifest and the config are fetched.
+    For an index, show its manifests. With --remote only the manifest and the config are fetched,
+    and the card with --card. A pipe receives the bytes of the card.
     """
     chosen = get_settings()
+    if card and layers:
+        raise UsageError("--card cannot be combined with --layers")
+    display: Callable[[Source, Reference], None] = _print_card
+    if not card:
+        display = partial(_print_facts, has_layers=layers)
     if remote:
         from clowder_aimage.registry import Repository
 
         with Repository(reference, chosen.build_client_options()) as repository:
-            _print(describe(repository, reference), has_layers=layers)
+            display(repository, reference)
         return
     if chosen.has_connection:
         raise UsageError("--plain-http, --insecure and --ca-file require --remote")
-    _print(describe(chosen.layout, reference), has_layers=layers)
+    display(chosen.layout, reference)
 
 
-def _print(shown: ShownAImage | ShownIndex, *, has_layers: bool) -> None:
+def _print_card(source: Source, reference: Reference) -> None:
+    raw = read_card(source, reference)
+    text = raw.decode("utf-8-sig", "replace")
+    if wants_value() or sys.stdout.isatty():
+        print_result({"reference": str(reference), "card": text}, render_card(text).splitlines())
+    else:
+        with open_output("-") as target:
+            write_all(target.fileno(), raw)
+
+
+def _print_facts(source: Source, reference: Reference, *, has_layers: bool) -> None:
+    shown = describe(source, reference)
     value = shown.to_json()
     if isinstance(shown, ShownIndex):
         print_result(value, _format_index(value))
@@ -123,6 +153,7 @@ def _format_aimage(
         dtype = config.get("dtype", "")
         pairs.append(("parameters", f"{format_number(config['parameters'])} {dtype}".strip()))
     pairs += [(key, format_cell(str(config[key]))) for key in _MORE if key in config]
+    pairs += _format_publication(config)
     pairs += [] if ability is None else _format_ability(ability)
     if isinstance(defaults := config.get("defaults"), dict):
         text = ", ".join(f"{name} {value}" for name, value in defaults.items())
@@ -138,6 +169,25 @@ def _format_aimage(
     if stored.aimage.subject is not None:
         pairs.append(("belongs to", str(stored.aimage.subject.digest)))
     return [*format_fields(pairs), "", *_format_components(stored.aimage)]
+
+
+def _format_publication(config: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return what a publisher states of the model."""
+    pairs = []
+    if isinstance(permissions := config.get("permissions"), dict):
+        shown = [_format_permission(key, value) for key, value in sorted(permissions.items())]
+        pairs.append(("permissions", ", ".join(filter(None, shown))))
+    if isinstance(words := config.get("triggerWords"), list):
+        pairs.append(("trigger words", ", ".join(map(str, words))))
+    pairs += [(key, str(config[key])) for key in ("base", "description") if key in config]
+    return [(key, _format_line(text)) for key, text in pairs if text]
+
+
+def _format_permission(key: str, value: object) -> str:
+    if key == "allowCommercialUse" and isinstance(value, list):
+        return f"commercial use: {' '.join(map(str, value)).lower()}"
+    name = _PERMISSIONS.get(key, "")
+    return f"{name}: {'yes' if value else 'no'}" if name and isinstance(value, bool) else ""
 
 
 def _format_ability(ability: Ability) -> list[tuple[str, str]]:
