@@ -6,6 +6,7 @@
 #   make test ARGS='-k layout'       with more arguments for pytest
 #   make install EXTRAS=mlx,hf       with other extras (docs/install.md); EXTRAS= for none
 #   make install PREFIX=/usr/local   in another place than ~/.local
+#   make install PACKAGE=FILE.whl    from a wheel
 
 PYTHON  ?= python3
 VENV    ?= .venv
@@ -14,6 +15,7 @@ WORKERS ?= $(shell $(PYTHON) -c 'import os; print((os.cpu_count() or 1) + 1)')
 ARGS    ?=
 PREFIX  ?= $(HOME)/.local
 EXTRAS  ?= all
+PACKAGE ?= $(CURDIR)
 
 BIN     := $(VENV)/bin
 # Most modules of the packages are never imported: the others are compiled when they are.
@@ -37,7 +39,7 @@ GATEWAY := openai openai_text openai_retry promises_openai ollama ollama_text ol
   promises_ollama picture_upload picture_output control_requests reference_requests \
   enhance_requests worker_adapters content remote_live facts
 
-.PHONY: help demo install uninstall test test-programs test-all test-slow test-quarantine test-gateway check lint fuzz format docs dist lock audit venv clean
+.PHONY: help demo install uninstall test test-programs test-all test-slow test-quarantine test-gateway check lint fuzz format docs dist release-check lock audit venv clean
 .DELETE_ON_ERROR:
 
 help:
@@ -56,6 +58,7 @@ help:
 	@echo 'make format     format and fix the source with ruff'
 	@echo 'make docs       docs/cli.md, and the documentation as a site in build/site'
 	@echo 'make dist       wheel and sdist in dist, and an SBOM (CycloneDX) in build/sbom'
+	@echo 'make release-check   build the distributions, install the wheel, and try it'
 	@echo 'make lock       pin the packages of the images again'
 	@echo 'make audit      check the pinned packages; ADVISORIES=FILE.zip, also for vulnerabilities'
 	@echo 'make venv       create $(VENV) with all packages for development'
@@ -74,7 +77,7 @@ install:
 	  { echo '$(LINK) was made by another program: remove it, or use PREFIX=' >&2; exit 1; }
 	@$(PYTHON) -m venv '$(PROGRAM)'
 	'$(PROGRAM)/bin/python' -m pip --disable-pip-version-check install --quiet --upgrade \
-	  '$(CURDIR)$(if $(EXTRAS),[$(EXTRAS)])'
+	  '$(PACKAGE)$(if $(EXTRAS),[$(EXTRAS)])'
 	@mkdir -p '$(PREFIX)/bin'
 	@ln -sf '$(PROGRAM)/bin/aimage' '$(LINK)'
 	@'$(LINK)' --version
@@ -155,6 +158,17 @@ dist: $(TOOLS)/.installed
 	$(TOOLS)/bin/cyclonedx-py environment --output-reproducible --output-file \
 	  build/sbom/clowder-aimage.cdx.json --pyproject build/sbom/pyproject.toml build/locked/bin/python
 	rm build/sbom/pyproject.toml
+
+# .ci/distributions builds them too, and tries the wheel without extras. The images are built of the
+# files that .dockerignore leaves in their context.
+RELEASE := $(CURDIR)/build/release
+release-check: $(DEV)
+	rm -rf '$(RELEASE)'
+	mkdir -p '$(RELEASE)'
+	.ci/distributions '$(PYTHON)' '$(CURDIR)' '$(RELEASE)'
+	$(BIN)/python -m tests.deploy.release dist
+	$(BIN)/python -m tests.docs.scenario '$(RELEASE)/tutorial' dist/*.whl
+	$(BIN)/python -m tests.deploy.release --summary dist build/sbom '$(RELEASE)'
 
 # For every Python and platform, with the digests of all files. The index is not named in the files.
 LOCK    := $(TOOLS)/bin/uv pip compile --quiet --universal --python-version 3.11 --upgrade \

@@ -1,9 +1,14 @@
-"""Generate man pages and shell completions, which the wheel installs under share/."""
+"""Generate what the distributions have beyond the source.
+
+These are the man pages and shell completions, which the wheel installs under share/, and the long
+description: the README with links that work elsewhere.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import io
+import os
 import re
 import sys
 import tempfile
@@ -13,13 +18,46 @@ from typing import Any
 
 import click
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 ROOT = Path(__file__).parent
+# The address of the files of the release, such as https://git.example.com/team/name/blob/v1.2.3
+SOURCE_URL = "SOURCE_URL"
 COMPLETIONS = {
     "bash": "bash-completion/completions/aimage",
     "zsh": "zsh/site-functions/_aimage",
     "fish": "fish/vendor_completions.d/aimage.fish",
 }
+
+
+class Description(MetadataHookInterface):
+    """The metadata hook: it sets the long description."""
+
+    PLUGIN_NAME = "custom"
+
+    def update(self, metadata: dict[str, Any]) -> None:
+        """Set the description."""
+        text = (Path(self.root) / "README.md").read_text("utf-8")
+        text = link_elsewhere(text, os.environ.get(SOURCE_URL, "").rstrip("/"))
+        metadata["readme"] = {"content-type": "text/markdown", "text": text}
+
+
+def link_elsewhere(text: str, base: str) -> str:
+    """Return Markdown whose relative links lead to files below ``base``.
+
+    Without a ``base`` the text of such a link stays alone, and a picture is left out.
+    """
+
+    def replace(match: re.Match[str]) -> str:
+        mark, label, target = match[1], match[2], match[3]
+        if re.match(r"[a-z]+:|#", target):
+            return match[0]
+        if not base:
+            return "" if mark else label
+        # Pages of files show a picture, and do not return it.
+        return f"{mark}[{label}]({base}/{target}{'?raw=true' if mark else ''})"
+
+    return re.sub(r"(!?)\[([^\[\]]*)\]\(([^()\s]+)\)", replace, text)
 
 
 class SharedFiles(BuildHookInterface[Any]):

@@ -1,7 +1,7 @@
-"""Run the paths of docs/tutorial.md as a newcomer: ``python -m tests.docs.scenario PREFIX``.
+"""Run the paths of docs/tutorial.md as a newcomer: ``python -m tests.docs.scenario PREFIX [WHEEL]``.
 
 Unlike the tests of the documentation this also runs the commands that install the package, into
-PREFIX instead of ``~/.local``. The number of commands and the seconds of each path are printed.
+PREFIX instead of ``~/.local``, and from a wheel instead of the checkout if there is one. The number of commands and the seconds of each path are printed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def commands(heading: str) -> list[Command]:
         return sorted([*installing, *section.commands], key=lambda command: command.line)
 
 
-def follow(heading: str, prefix: Path) -> str | None:
+def follow(heading: str, prefix: Path, package: Path) -> str | None:
     """Run the commands of a section; return the first failure, or None."""
     with ExitStack() as stack:
         home = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -51,7 +51,9 @@ def follow(heading: str, prefix: Path) -> str | None:
             "PATH": f"{prefix / 'bin'}{os.pathsep}{os.environ['PATH']}"
         }
         steps = [placed(command, places) for command in typed]
-        install = f"make -C {ROOT} install PREFIX={prefix} PYTHON={sys.executable}"
+        install = (
+            f"make -C {ROOT} install PREFIX={prefix} PYTHON={sys.executable} PACKAGE={package}"
+        )
         steps = [
             Command(step.text.replace("make install", install), step.expected, step.line)
             for step in steps
@@ -65,11 +67,11 @@ def follow(heading: str, prefix: Path) -> str | None:
     return None
 
 
-def main(prefix: Path) -> int:
+def main(prefix: Path, package: Path = ROOT) -> int:
     """Run all paths; return 1 after a failure."""
     for heading in LIMITS:
         began = time.monotonic()
-        if failure := follow(heading, prefix):
+        if failure := follow(heading, prefix, package):
             sys.stderr.write(f"{heading}: {failure}\n")
             return 1
         seconds = time.monotonic() - began
@@ -78,4 +80,4 @@ def main(prefix: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]).absolute()))
+    sys.exit(main(*(Path(argument).absolute() for argument in sys.argv[1:])))
