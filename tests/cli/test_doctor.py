@@ -98,6 +98,8 @@ LIBRARIES = [
               MLX | {"device": SLOW}),
     Libraries("unused GPU", ("warning: MLX computes on the CPU, although -> ", "torch"),
               MLX | {"warning": "MLX computes on the CPU, although"}),
+    Libraries("GPU of another build", ("warning: a GPU: no kernel -> install the driver",),
+              MLX | {"library": "torch 2", "device": "torch 2 cpu", "warning": "a GPU: no kernel"}),
     Libraries("one thread", ("warning: OMP_NUM_THREADS limits OpenBLAS to 1 of 8 cores -> unset",),
               variables={"OMP_NUM_THREADS": "1"}),
     Libraries("nothing", ("warning: image models: needs the extra -> pip install x",), MISSING),

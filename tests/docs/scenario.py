@@ -1,7 +1,8 @@
-"""Run the paths of docs/tutorial.md as a newcomer: ``python -m tests.docs.scenario PREFIX [WHEEL]``.
+"""Run the paths of docs/tutorial.md as a newcomer.
 
-Unlike the tests of the documentation this also runs the commands that install the package, into
-PREFIX instead of ``~/.local``, and from a wheel instead of the checkout if there is one. The number of commands and the seconds of each path are printed.
+``python -m tests.docs.scenario PREFIX [WHEEL]``: unlike the tests of the documentation this also
+runs the commands that install the package, into PREFIX instead of ``~/.local``, and from WHEEL
+instead of the checkout. The number of commands and the seconds of each path are printed.
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ _WORDS = {
     "texts": ("language models of Transformers", "text"),
     "gguf": ("language models in GGUF files", "llama"),
 }
+_GPU_ADVICE = "install the driver of the GPU, and a build of PyTorch for it"
 # They limit the threads of OpenBLAS.
 _THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")
 
@@ -91,7 +92,9 @@ class BackendCheck(MachineCheck):
             message += ": without OpenBLAS, products take 30 times as long"
             yield Finding(Level.WARNING, message, install_command("mlx"), value)
         elif value.get("warning"):
-            yield Finding(Level.WARNING, value["warning"], install_command("torch"), value)
+            has_torch = str(value["library"]).startswith("torch")
+            advice = _GPU_ADVICE if has_torch else install_command("torch")
+            yield Finding(Level.WARNING, value["warning"], advice, value)
         else:
             yield Finding(Level.OK, message, facts=value)
         if "openblas" in str(value.get("device")):
