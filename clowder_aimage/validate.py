@@ -64,6 +64,7 @@ _LAYOUT = (("oci-layout", "oci-layout"), ("index.json", OCI_INDEX))
 _KEYS = (
     ("imageLayoutVersion", "oci-layout"),
     ("registries", "config"),
+    ("models", "names"),
     ("components", AIMAGE_CONFIG),
     ("pictures", PICTURE_CONFIG),
 )
@@ -113,7 +114,10 @@ def validate_file(path: pathlib.Path, schema: str = "") -> CheckedDocument:
 
 
 def _validate_yaml(raw: bytes, name: str, schema: str) -> CheckedDocument:
-    """Check a YAML document: a list is a desired state, all else a configuration by default."""
+    """Check a YAML document: a list is a desired state, an object with models has names.
+
+    All else is a configuration by default.
+    """
     from clowder_aimage.document.yaml import read_yaml
 
     try:
@@ -123,12 +127,18 @@ def _validate_yaml(raw: bytes, name: str, schema: str) -> CheckedDocument:
         return CheckedDocument(name, schema or "config", [wrong])
     # A document of comments only is empty.
     value = {} if value is None else value
-    schema = schema or ("desired" if isinstance(value, list) else "config")
+    schema = schema or _detect_yaml(value)
     violations = schemas.iter_violations(schema, value)
     located = [
         replace(violation, line=lines.get(violation.path, 0), column=1) for violation in violations
     ]
     return CheckedDocument(name, schema, sorted(located, key=lambda violation: violation.line))
+
+
+def _detect_yaml(value: object) -> str:
+    if isinstance(value, list):
+        return "desired"
+    return "names" if isinstance(value, dict) and "models" in value else "config"
 
 
 def validate_stream(

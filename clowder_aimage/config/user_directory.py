@@ -151,6 +151,12 @@ def resolve_fleet_directory(fleet: str) -> Path | None:
     return directory / "aimage" / "fleet" / fleet if directory else None
 
 
+def resolve_names_file() -> Path | None:
+    """Return the user's file of names, beside the configuration; None without a home."""
+    directory = _resolve_xdg_directory("XDG_CONFIG_HOME", ".config")
+    return directory / "aimage" / "names.yaml" if directory else None
+
+
 def find_config_file() -> Path | None:
     """Return the path of the configuration: config.json, or config.yaml in the same directory.
 

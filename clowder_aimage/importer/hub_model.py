@@ -65,7 +65,12 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 _FORBIDDEN, _MISSING = (401, 403), 404
 _THE_HUB = "the Hugging Face hub"
 _SPACE_HINT = "free some space, or name a directory on another disk in HF_HUB_CACHE"
-_ACCESS_HINT = "set HF_TOKEN to a token of an account that may read it"
+_ACCESS_HINT = (
+    "log in with 'hf auth login', or set HF_TOKEN to a token of an account that may read it"
+)
+_NETWORK_HINT = (
+    "check the network, or name a mirror with HF_ENDPOINT; the same command resumes the download"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,16 +173,47 @@ def find_model(
         UsageError: The package huggingface_hub is missing, or the repository holds several models.
         ModelError, FormatError: The repository holds no model that can be packed.
     """
-    cached = _find_cached(name)
-    missing = ""
-    if cached is not None:
-        cached, missing = _check_cached(cached, form)
-    if (
-        cached is not None
-        and not missing
-        and (_read_listing(cached) is not None or not _can_fetch())
-    ):
+    cached, missing = _find_complete(name, form)
+    if cached is not None and _is_final(cached, missing):
         return cached
+    _check_can_fetch(name, missing)
+    try:
+        return _Fetch(name, form, version).run(on_plan, on_done)
+    except AccessError:
+        if cached is None or missing:
+            raise
+        # All weights are in the cache; only the list of other files is unknown.
+        return cached
+
+
+def plan_fetch(
+    name: HubName, form: ModelForm, version: str, *, asks_hub: bool = True
+) -> HubModel | None:
+    """Return the number and size of the files that ``find_model`` would fetch.
+
+    They are 0 if the cache has the model. Without ``asks_hub`` they are None if it has not. Of the
+    files only those that decide the choice are fetched, such as model_index.json. Raises as
+    ``find_model``.
+    """
+    cached, missing = _find_complete(name, form)
+    if cached is not None and not missing:
+        return cached
+    _check_can_fetch(name, missing)
+    return _Fetch(name, form, version).plan() if asks_hub else None
+
+
+def _find_complete(name: HubName, form: ModelForm) -> tuple[HubModel | None, str]:
+    """Return the snapshot in the cache, and its first problem; empty if it is complete."""
+    cached = _find_cached(name)
+    return (None, "") if cached is None else _check_cached(cached, form)
+
+
+def _is_final(cached: HubModel, missing: str) -> bool:
+    """Return True if the hub has nothing to add to a snapshot, or cannot be asked."""
+    return not missing and (_read_listing(cached) is not None or not _can_fetch())
+
+
+def _check_can_fetch(name: HubName, missing: str) -> None:
     reason = f": {missing}" if missing else ""
     if is_offline():
         raise NotFoundError(
@@ -191,13 +227,6 @@ def find_model(
             remedy="install_extra",
             extra="hf",
         )
-    try:
-        return _Fetch(name, form, version).run(on_plan, on_done)
-    except AccessError:
-        if cached is None or missing:
-            raise
-        # All weights are in the cache; only the list of other files is unknown.
-        return cached
 
 
 def _can_fetch() -> bool:
@@ -284,22 +313,17 @@ class _Fetch:
             "library_version": version,
         }
 
+    def plan(self) -> HubModel:
+        """Return the missing files of the model, without fetching them."""
+        with _translating(self._name):
+            plan, _ = self._choose()
+        return plan
+
     def run(self, on_plan: Callable[[HubModel], None], on_done: Callable[[int], None]) -> HubModel:
         name, cache = self._name, resolve_cache_directory()
         with _translating(name):
-            api = self._hub.HfApi(**self._options)
-            ask = partial(api.model_info, name.repository, revision=name.revision)
-            info = _call_in_time(0, partial(ask, files_metadata=True))
-            sizes = {entry.rfilename: entry.size or 0 for entry in info.siblings or ()}
-            snapshot = _resolve_repository_directory(name) / "snapshots" / info.sha
-            chosen = _choose_files(
-                name, self._form, set(sizes), lambda file: self._read(file, info.sha)
-            )
-            missing = [file for file in chosen.names if not (snapshot / file).is_file()]
-            size = sum(sizes[file] for file in missing)
-            plan = HubModel(name, info.sha, snapshot, len(missing), size, chosen.left_out)
-            _check_space(plan, cache)
-            if missing:
+            plan, chosen = self._choose()
+            if plan.files:
                 on_plan(plan)
             fetch = partial(
                 self._hub.snapshot_download,
@@ -307,11 +331,28 @@ class _Fetch:
                 revision=name.revision,
                 cache_dir=cache,
                 allow_patterns=[escape(file) for file in sorted(chosen.names)],
-                tqdm_class=_build_counter_class(on_done, size),
+                tqdm_class=_build_counter_class(on_done, plan.size),
                 **self._options,
             )
-            path = _call_in_time(size, fetch)
+            path = _call_in_time(plan.size, fetch)
         return replace(plan, commit=Path(path).name, snapshot=Path(path))
+
+    def _choose(self) -> tuple[HubModel, ChosenFiles]:
+        """Return the missing files, and all files of the model. Raises NoSpaceError."""
+        name = self._name
+        api = self._hub.HfApi(**self._options)
+        ask = partial(api.model_info, name.repository, revision=name.revision)
+        info = _call_in_time(0, partial(ask, files_metadata=True))
+        sizes = {entry.rfilename: entry.size or 0 for entry in info.siblings or ()}
+        snapshot = _resolve_repository_directory(name) / "snapshots" / info.sha
+        chosen = _choose_files(
+            name, self._form, set(sizes), lambda file: self._read(file, info.sha)
+        )
+        missing = [file for file in chosen.names if not (snapshot / file).is_file()]
+        size = sum(sizes[file] for file in missing)
+        plan = HubModel(name, info.sha, snapshot, len(missing), size, chosen.left_out)
+        _check_space(plan, resolve_cache_directory())
+        return plan, chosen
 
     def _read(self, file: str, commit: str) -> bytes:
         fetch = partial(
@@ -342,7 +383,9 @@ def _call_in_time(size: int, call: Callable[[], _T]) -> _T:
     try:
         value, error = results.get(timeout=seconds)
     except queue.Empty:
-        raise NetworkError(f"{_THE_HUB} does not answer in time ({seconds:.0f} s)") from None
+        raise NetworkError(
+            f"{_THE_HUB} does not answer in time ({seconds:.0f} s)", hint=_NETWORK_HINT
+        ) from None
     if error is not None:
         raise error
     return value  # type: ignore[no-any-return]
@@ -411,7 +454,8 @@ def _translate(name: HubName, error: BaseException) -> AImageError | None:
     if isinstance(error, errors.LocalEntryNotFoundError):
         cause = error.__cause__
         translated = _translate(name, cause) if cause is not None else None
-        return translated or NetworkError(f"{model} cannot be fetched: {_THE_HUB} does not answer")
+        message = f"{model} cannot be fetched: {_THE_HUB} does not answer"
+        return translated or NetworkError(message, hint=_NETWORK_HINT)
     if isinstance(error, errors.GatedRepoError):
         return UnauthorizedError(
             f"{model} requires a token, and its terms to be accepted",
@@ -427,7 +471,9 @@ def _translate(name: HubName, error: BaseException) -> AImageError | None:
     if isinstance(error, errors.HfHubHTTPError):
         return _build_status_error(model, error.response.status_code)
     if type(error).__module__.partition(".")[0] in _TRANSPORTS:
-        return NetworkError(f"{model} cannot be fetched: {_THE_HUB} does not answer ({error})")
+        return NetworkError(
+            f"{model} cannot be fetched: {_THE_HUB} does not answer ({error})", hint=_NETWORK_HINT
+        )
     return _build_disk_error(model, error) if isinstance(error, OSError) else None
 
 
@@ -438,7 +484,9 @@ def _build_status_error(model: str, status: int) -> AImageError:
         return UnauthorizedError(
             f"{_THE_HUB} denied access to {model} ({status})", hint=_ACCESS_HINT
         )
-    return NetworkError(f"{_THE_HUB} answered {status} to a request for {model}")
+    return NetworkError(
+        f"{_THE_HUB} answered {status} to a request for {model}", hint=_NETWORK_HINT
+    )
 
 
 def _build_disk_error(model: str, error: OSError) -> AImageError:

@@ -13,6 +13,7 @@ from click.core import ParameterSource
 from clowder_aimage.cli.console.example import get_examples
 from clowder_aimage.cli.console.output import (
     META,
+    WORDS,
     note,
     report_limits,
     report_waits,
@@ -222,6 +223,7 @@ class Verb(_Exemplified):
             return super().invoke(ctx)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.meta[WORDS] = tuple(args)
         names = {name for param in self.params for name in param.opts}
         words = list(args)
         for index, word in enumerate(words):
@@ -399,6 +401,10 @@ jobs_option = _add_shared(
     type=click.IntRange(1, 64),
     metavar="N",
     help="Number of concurrent layers. [default: 8, or from the configuration]",
+)
+
+yes_option = click.option(
+    "-y", "--yes", is_flag=True, help="Fetch a model by its short name without asking."
 )
 
 output_option = click.option(

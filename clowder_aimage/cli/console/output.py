@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 # Key prefix for the common options of a command line.
 META = "clowder_aimage.cli."
+# The key of the verb's words on the command line.
+WORDS = "clowder_aimage.words"
 # A key in the meta of the command's context.
 _SAID = "clowder_aimage.said"
 _LEVELS = {

@@ -15,7 +15,7 @@ from clowder_aimage.cli.create.result import print_packed
 from clowder_aimage.create import create
 from clowder_aimage.errors import UsageError
 from clowder_aimage.formats.family_weights import has_gguf_transformer
-from clowder_aimage.importer import Provenance, Recipe
+from clowder_aimage.importer import PackedModel, Provenance, Recipe
 from clowder_aimage.importer.hub_model import HubModel, HubName, find_model
 from clowder_aimage.importer.model_source import ExtraFile, ModelForm, parse_adapter
 from clowder_aimage.importer.request_default import build_request_defaults
@@ -82,7 +82,26 @@ class FileOptions:
 
 
 def pack_files(reference: Reference, path: str, options: FileOptions) -> None:
-    """Pack the model at ``path``, here or on the Hugging Face hub. Raises as ``create``."""
+    """Pack the model at ``path`` and print the result. Raises as ``create``."""
+    packed, directory = pack(reference, path, options)
+    print_packed(reference, packed, options.recipe)
+    from clowder_aimage.model.stored_ability import find_ability
+
+    ability = find_ability(get_settings().layout, packed.descriptor.digest, packed.aimage)
+    is_gguf = packed.aimage.properties.get("format") == "gguf"
+    if is_gguf and has_gguf_transformer(directory):
+        remark(
+            "the file has a transformer only and cannot be run: --like REF adds other components"
+        )
+    elif fault := ability.find_fault():
+        note(f"warning: the model is packed, but cannot run here: {fault}")
+
+
+def pack(reference: Reference, path: str, options: FileOptions) -> tuple[PackedModel, Path]:
+    """Pack the model at ``path``, here or on the Hugging Face hub; return it with its path here.
+
+    Raises as ``create``.
+    """
     is_custom = options.manifest_type == "custom"
     if is_custom and options.dialect != "clowder":
         raise UsageError("--manifest-type custom requires --dialect clowder")
@@ -108,16 +127,7 @@ def pack_files(reference: Reference, path: str, options: FileOptions) -> None:
     if hub_model is not None:
         left_out = {*packed.left_out, *hub_model.left_out}
         packed = replace(packed, left_out=tuple(sorted(left_out)))
-    print_packed(reference, packed, options.recipe)
-    from clowder_aimage.model.stored_ability import find_ability
-
-    ability = find_ability(get_settings().layout, packed.descriptor.digest, packed.aimage)
-    if packed.aimage.properties.get("format") == "gguf" and has_gguf_transformer(directory):
-        remark(
-            "the file has a transformer only and cannot be run: --like REF adds other components"
-        )
-    elif fault := ability.find_fault():
-        note(f"warning: the model is packed, but cannot run here: {fault}")
+    return packed, directory
 
 
 def _fetch(path: str, form: ModelForm) -> HubModel | None:

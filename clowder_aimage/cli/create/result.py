@@ -21,12 +21,18 @@ from clowder_aimage.oci import Reference
 
 def print_packed(reference: Reference, packed: PackedModel, recipe: Recipe) -> None:
     """Print the result of packing."""
+    value = report_packed(reference, packed, recipe)
+    print_result(value, str(packed.descriptor.digest))
+
+
+def report_packed(reference: Reference, packed: PackedModel, recipe: Recipe) -> dict[str, Any]:
+    """Print a summary of packing to stderr; return the result for programs."""
     value = encode_result(reference, packed)
     remark(format_result(value, packed, recipe))
     # Also with -q: files would be lost without a word
     for line in describe_left_out(packed.left_out):
         note(line)
-    print_result(value, str(packed.descriptor.digest))
+    return value
 
 
 def encode_result(reference: Reference, packed: PackedModel) -> dict[str, Any]:

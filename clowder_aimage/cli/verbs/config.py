@@ -28,6 +28,7 @@ from clowder_aimage.config.user_directory import (
     find_config_file,
     is_single_writer,
     list_server_variables,
+    resolve_names_file,
 )
 from clowder_aimage.document.schema import load, read_configuration
 from clowder_aimage.errors import UsageError
@@ -96,6 +97,7 @@ def show() -> None:
         _build_single_writer_value(file),
         _build_run_value(file),
         *_iter_server_settings(file),
+        *_iter_names(file),
         *_iter_registry_settings(file),
     ]
     values += _iter_host_settings(file)
@@ -168,6 +170,16 @@ def _iter_server_settings(file: Path | None) -> Iterator[Value]:
                 usual = properties[camel(name)].get("default")
                 typed = usual if origin == "default" else os.environ.get(origin, section.get(name))
             yield Value(f"{kind.SECTION}.{camel(name)}", _encode_value(value), origin, typed)
+
+
+def _iter_names(file: Path | None) -> Iterator[Value]:
+    """Yield the names of models in a registry, and the user's file of names if it exists."""
+    listed = read_configuration(file, lambda document: document.get("names", {}))
+    for name, reference in listed.items():
+        yield Value(f"names.{name}", reference, str(file))
+    path = resolve_names_file()
+    if path is not None and path.exists():
+        yield Value("names", str(path), "default")
 
 
 def _iter_registry_settings(file: Path | None) -> Iterator[Value]:

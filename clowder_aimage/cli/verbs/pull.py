@@ -18,8 +18,9 @@ from clowder_aimage.cli.console.option import (
     remote_option,
     transfer_options,
     verb,
+    yes_option,
 )
-from clowder_aimage.cli.console.output import format_count, format_size, print_result
+from clowder_aimage.cli.console.output import format_count, format_size, print_result, remark
 from clowder_aimage.cli.console.progress import Progress
 from clowder_aimage.cli.console.worker_connection import (
     connect_worker,
@@ -49,6 +50,7 @@ def _parse_rate(text: str) -> int:
     f"aimage pull {NAME}",
     f"aimage pull {NAME} --component vae --limit-rate 20M",
     f"aimage pull {NAME} --dry-run",
+    "aimage pull z-image-turbo:int8",
 )
 @verb
 @references_argument(required=True)
@@ -74,6 +76,7 @@ def _parse_rate(text: str) -> int:
     help="Only layers whose name matches ('vae/*', '*.json'). May be repeated.",
 )
 @click.option("--dry-run", is_flag=True, help="Show what would be fetched, and fetch nothing.")
+@yes_option
 @remote_option
 @click.option(
     "--limit-rate",
@@ -91,6 +94,7 @@ def pull(
     components: tuple[str, ...],
     patterns: tuple[str, ...],
     dry_run: bool,
+    yes: bool,
     remote: bool,
     limit: int | None,
 ) -> None:
@@ -102,6 +106,9 @@ def pull(
 
     With --component or --include only a part is pulled: the config, and the layers that any of
     them chooses. REF is marked as partial until a pull without them has fetched the rest.
+
+    A short name, such as z-image-turbo, has no registry: the variant that fits into the memory, or
+    that the tag names, is fetched after a question, from the Hugging Face hub or from a registry.
 
     With --remote a worker pulls REF into its own store. The first error ends the command.
     """
@@ -120,7 +127,18 @@ def pull(
     chosen = get_settings()
     layout = chosen.layout
     connection = chosen.build_client_options(*(reference.registry for reference in references))
+    selecting = {
+        "--platform": platform,
+        "--variant": variant,
+        "--whole": whole,
+        "--component": components,
+        "--include": patterns,
+        "--limit-rate": limit,
+    }
+    conflict = next((name for name, value in selecting.items() if value), None)
     for reference in references:
+        if _pull_named(reference, connection, conflict, is_dry_run=dry_run, is_confirmed=yes):
+            continue
         again = _format_command(reference, platform, variant)
         _pull(reference, layout, connection, options, again)
 
@@ -142,6 +160,51 @@ def _pull(
         pulled = pull_aimage(reference, layout, connection, options)
     progress.summarize("pulled")
     _print_result(pulled, again, progress)
+
+
+def _pull_named(
+    reference: Reference,
+    connection: ClientOptions,
+    conflict: str | None,
+    *,
+    is_dry_run: bool,
+    is_confirmed: bool,
+) -> bool:
+    """Fetch a model by its short name and print its digest; return False for other names.
+
+    ``conflict`` is an option that such a model does not accept.
+    """
+    if reference.registry is not None:
+        return False
+    from clowder_aimage.cli.create.named_model import (
+        find_named,
+        is_stored,
+        make_offer,
+        obtain_variant,
+        show_offer,
+    )
+
+    model = find_named(reference, lambda: connection, is_pull=True)
+    if model is None:
+        return False
+    if conflict:
+        raise UsageError(
+            f"{conflict} applies to registries; {reference} is a short name",
+            hint=f"a tag chooses a variant: {reference.repository}:{model.variants[-1].name}",
+        )
+    if is_stored(reference):
+        remark(f"{reference} is in the store already; 'aimage rm {reference}' removes it")
+        descriptor = get_settings().layout.resolve(reference)
+    elif is_dry_run:
+        show_offer(offer := make_offer(reference, model, connection))
+        value = {"reference": str(reference), "variant": offer.variant.name}
+        print_result(value | {"download": offer.variant.download}, offer.variant.name)
+        return True
+    else:
+        descriptor = obtain_variant(reference, model, connection, is_confirmed=is_confirmed)
+    value = {"reference": str(reference), **to_plain(descriptor)}
+    print_result(value, str(descriptor.digest))
+    return True
 
 
 def _pull_remotely(reference: Reference) -> None:

@@ -17,11 +17,13 @@ from clowder_aimage.cli.console.named_picture import check_stdin
 from clowder_aimage.cli.console.option import (
     connection_options,
     get_settings,
+    needs,
     parse_reference,
     parse_with,
     remote_option,
     torch_options,
     verb,
+    yes_option,
 )
 from clowder_aimage.cli.console.parameter_option import parameter_options
 from clowder_aimage.cli.console.picture_option import picture_options
@@ -38,7 +40,11 @@ from clowder_aimage.cli.console.seed_option import seed_options
 from clowder_aimage.cli.console.stored_name import pack_path, resolve_model_or_path, stored_argument
 from clowder_aimage.cli.text.enhance_option import ENHANCING, enhance_options, is_enhanced
 from clowder_aimage.cli.text.option import TEXT_SETTABLE, build_text_request, text_options
-from clowder_aimage.cli.worker.choice import choose_worker, find_named_worker
+from clowder_aimage.cli.worker.choice import (
+    choose_worker,
+    find_default_worker,
+    find_named_worker,
+)
 from clowder_aimage.cli.worker.local import LocalWorker
 from clowder_aimage.cli.worker.local_model import LocalOptions
 from clowder_aimage.cli.worker.model_kind import check_options, is_language_model
@@ -53,10 +59,11 @@ from clowder_aimage.oci import Reference
 
 if TYPE_CHECKING:
     from clowder_aimage.cli.worker.worker import Worker
+    from clowder_aimage.config.name_index import NamedModel
     from clowder_aimage.engine.worker_client import WorkerClient
 
 # Options that a worker serves too.
-_SERVED = (*SETTABLE, *ENHANCING, *TEXT_SETTABLE, "push", "local")
+_SERVED = (*SETTABLE, *ENHANCING, *TEXT_SETTABLE, "push", "local", "yes")
 
 
 def _parse_precision(text: str) -> str:
@@ -144,6 +151,7 @@ def _parse_sides(text: str) -> tuple[int, int]:
 )
 @click.option("--local", is_flag=True, help="Generate in this process, not in a worker.")
 @remote_option
+@yes_option
 @enhance_options
 @text_options
 @connection_options
@@ -156,6 +164,7 @@ def run(
     precision: str | None,
     local: bool,
     remote: bool,
+    yes: bool,
     **values: Any,
 ) -> None:
     """Generate a picture of PROMPT, or an answer to it, with the model REF.
@@ -165,8 +174,9 @@ def run(
     PROMPT may be several words; '-' reads it from stdin. Without PROMPT on a terminal, prompts are
     read line by line, and the model stays loaded; a language model remembers the conversation.
 
-    REF is pulled first if the store lacks it. It may be the path of a model, which is packed into
-    the store, under the name of the file. The worker that AIMAGE_HOST names generates instead,
+    REF is pulled first if the store lacks it; a short name such as z-image-turbo is fetched and
+    packed after a question. REF may be the path of a model, which is packed into the store, under
+    the name of the file. The worker that AIMAGE_HOST names generates instead,
     or the one at 127.0.0.1:11434 ('aimage serve') if it has the same AImage, or with --remote.
     """
     start = time.monotonic()
@@ -180,6 +190,8 @@ def run(
     drafts = order_drafts(values, prompt or "")
     client = find_named_worker(_SERVED, is_local=local, is_remote=remote)
     reference = pack_path(model, client) if isinstance(model, Path) else model
+    if client is None and isinstance(model, Reference):
+        reference = _obtain(reference, is_local=local, is_confirmed=yes)
     if values["push"] is not None:
         check_push(values["push"], prompt, reference)
     is_text = is_language_model(reference, client, local=local)
@@ -204,6 +216,26 @@ def run(
     if not is_enhanced(values):
         worker.prepare(draft)
     read_prompts(order.make, values, list_settable_options((*SETTABLE, *ENHANCING)))
+
+
+def _obtain(reference: Reference, *, is_local: bool, is_confirmed: bool) -> Reference:
+    """Return a name that the store, a worker or a registry has: a short name is fetched."""
+    if reference.registry is not None:
+        return reference
+    from clowder_aimage.cli.create.named_model import is_stored, obtain
+
+    if is_stored(reference) or (not is_local and find_default_worker(reference)):
+        return reference
+
+    def check(model: NamedModel) -> None:
+        # Before a large download.
+        if model.kind:
+            check_options(reference, is_text=model.kind == "text")
+        if model.kind == "image":
+            with needs("running a model", "mlx"):
+                from clowder_aimage import generate  # noqa: F401
+
+    return obtain(reference, is_confirmed=is_confirmed, check=check)
 
 
 def _check_stdin(words: tuple[str, ...], values: Mapping[str, Any]) -> None:

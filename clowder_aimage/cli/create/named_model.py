@@ -1,0 +1,329 @@
+"""Models of the index of names: shown, asked for, and fetched into the store."""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import click
+
+from clowder_aimage import __version__
+from clowder_aimage.cli.console.option import get_settings
+from clowder_aimage.cli.console.output import (
+    META,
+    WORDS,
+    format_size,
+    format_table,
+    note,
+    note_once,
+    remark,
+)
+from clowder_aimage.cli.console.progress import Progress
+from clowder_aimage.errors import NotFoundError, UsageError
+from clowder_aimage.oci import Descriptor, Reference
+
+if TYPE_CHECKING:
+    from clowder_aimage.config.name_index import NamedModel, NameIndex, Variant
+    from clowder_aimage.registry import ClientOptions
+
+# Options whose values are not repeated in a message.
+_SECRETS = ("-p", "--password", "-H", "--header")
+_UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A model of the index for a name that the store lacks, and the variant that is chosen."""
+
+    reference: Reference
+    model: NamedModel
+    variant: Variant
+    fits: bool | None
+    memory: int | None
+
+
+def find_named(
+    reference: Reference, connect: Callable[[], ClientOptions], *, is_pull: bool = False
+) -> NamedModel | None:
+    """Return the model of the index that a name means, with the variants of its tag, or None.
+
+    The default registry precedes the list of the package.
+
+    Raises:
+        UsageError: A list of names is not valid.
+        NotFoundError: The model has no such variant, or the name resembles one of the index; with
+            ``is_pull`` the latter is a UsageError.
+    """
+    if reference.registry is not None or reference.digest is not None:
+        return None
+    from clowder_aimage.config.name_index import read_index
+
+    index = read_index()
+    model = index.find(reference)
+    if model is None or not model.origin:
+        options = connect()
+        if model is None and options.default_registry:
+            return None
+        if _is_in_registry(options.expand(reference), options):
+            return None
+    if model is None:
+        _suggest(reference, index, is_pull=is_pull)
+        return None
+    if origin := index.clashes.get(model.name):
+        note_once(
+            f"warning: the name {model.name} in {origin} is ignored: it is a name of "
+            f"{model.origin or 'aimage'}; names.yaml can replace it"
+        )
+    return model.select(reference.tag)
+
+
+def is_stored(reference: Reference) -> bool:
+    """Return True if the store has a name."""
+    with contextlib.suppress(NotFoundError):
+        get_settings().layout.resolve(reference)
+        return True
+    return False
+
+
+def _is_in_registry(reference: Reference, options: ClientOptions) -> bool:
+    """Return True if the default registry has a name. Raises as ``Repository.resolve``."""
+    from clowder_aimage.registry import Repository
+
+    if reference.registry is None:
+        return False
+    with contextlib.suppress(NotFoundError), Repository(reference, options) as repository:
+        repository.resolve(reference)
+        return True
+    return False
+
+
+def _suggest(reference: Reference, index: NameIndex, *, is_pull: bool) -> None:
+    """Raise the error for an unknown name if it resembles one of the index."""
+    nearest = index.find_nearest(reference.repository)
+    if nearest is None:
+        return
+    if is_pull:
+        raise UsageError(
+            f"{reference} has no registry host: it names an AImage in the local store",
+            hint=f"did you mean {nearest}? Otherwise use a name with a host, such as "
+            f"registry.example.com/{reference}",
+        )
+    if not is_stored(reference):
+        raise NotFoundError(
+            f"{reference} not found in the store {get_settings().layout.root}",
+            hint=f"did you mean {nearest}? 'aimage ls' lists the names in the store",
+        )
+
+
+def find_stored_variant(reference: Reference, model: NamedModel) -> Reference | None:
+    """Return the first variant of a model that the store has under its own name, or None."""
+    names = (replace(reference, tag=variant.name) for variant in model.variants)
+    return next((name for name in names if is_stored(name)), None)
+
+
+def make_offer(reference: Reference, model: NamedModel, connection: ClientOptions) -> Offer:
+    """Choose the variant that fits into the free memory; unknown sizes are asked for.
+
+    Raises as ``find_model`` and ``pull``.
+    """
+    from clowder_aimage.config.name_index import choose
+    from clowder_aimage.engine import machine
+
+    model = replace(model, variants=_measure(model, connection))
+    memory = machine.read_available_memory() or machine.read_memory_limit()
+    choice = choose(model.variants, memory)
+    return Offer(reference, model, choice.variant, choice.fits, memory)
+
+
+def _measure(model: NamedModel, connection: ClientOptions) -> tuple[Variant, ...]:
+    """Return the variants with the bytes to download."""
+    from_hub = [variant for variant in model.variants if variant.reference is None]
+    download = _measure_hub(model, from_hub) if from_hub else None
+    return tuple(
+        _measure_packed(variant, connection)
+        if variant.reference is not None
+        else replace(variant, download=variant.download if download is None else download)
+        for variant in model.variants
+    )
+
+
+def _measure_hub(model: NamedModel, variants: list[Variant]) -> int | None:
+    """Return the bytes that the cache of the hub lacks; None if the index has them."""
+    from clowder_aimage.importer.hub_model import HubName, plan_fetch
+    from clowder_aimage.importer.model_source import ModelForm
+
+    asks_hub = any(variant.download is None for variant in variants)
+    name = HubName(model.hub, model.revision)
+    plan = plan_fetch(name, ModelForm(), __version__, asks_hub=asks_hub)
+    return None if plan is None else plan.size
+
+
+def _measure_packed(variant: Variant, connection: ClientOptions) -> Variant:
+    """Return a variant with the sizes that the manifest in the registry states."""
+    from clowder_aimage.pull import PullOptions, pull
+
+    if variant.reference is None or (variant.download is not None and variant.size is not None):
+        return variant
+    layout = get_settings().layout
+    reference = connection.expand(variant.reference)
+    plan = pull(reference, layout, connection, PullOptions(is_dry_run=True)).plan
+    missing = sum(layout.compute_missing_size(blob) for blob in plan.list_missing(layout))
+    size = sum(blob.size for blob in plan.blobs)
+    return replace(variant, download=missing, size=variant.size or size)
+
+
+def show_offer(offer: Offer) -> None:
+    """Print the variants of a model, and which one is chosen."""
+    model = offer.model
+    lines = [_describe_model(model)]
+    rows: list[tuple[str, ...]] = [("", "variant", "download", "in the store", "memory", "source")]
+    rows += [_build_row(variant, offer) for variant in model.variants]
+    lines += format_table(rows)
+    note("\n".join([*lines, _describe_choice(offer)]))
+
+
+def _describe_model(model: NamedModel) -> str:
+    kind = f", {'an' if model.kind == 'image' else 'a'} {model.kind} model" if model.kind else ""
+    text = f" ({model.description})" if model.description else ""
+    origin = f", from {model.origin}" if model.origin else ""
+    return f"{model.name}{text}{kind}, license: {model.license or _UNKNOWN}{origin}"
+
+
+def _build_row(variant: Variant, offer: Offer) -> tuple[str, ...]:
+    model = offer.model
+    revision = f"@{model.revision}" if model.revision != "main" else ""
+    source = str(variant.reference) if variant.reference else f"hf://{model.hub}{revision}"
+    sizes = (variant.download, variant.size, variant.needed_memory)
+    cells = (_UNKNOWN if size is None else format_size(size) for size in sizes)
+    return ("*" if variant == offer.variant else "", variant.name, *cells, source)
+
+
+def _describe_choice(offer: Offer) -> str:
+    name, needed = offer.variant.name, offer.variant.needed_memory
+    if offer.memory is None or needed is None:
+        what = "the free memory" if offer.memory is None else f"the memory of {name}"
+        text = f"{name} is chosen: {what} is unknown"
+        free = "" if offer.memory is None else f", {format_size(offer.memory)} are free"
+        return text + free
+    fits = "fits in" if offer.fits else f"needs {format_size(needed)} and does not fit in"
+    text = f"{name} {fits} the {format_size(offer.memory)} of memory that are free"
+    if not offer.fits and offer.model.kind == "image":
+        text += ": networks are loaded one after another, or layer by layer, which is slow"
+    elif offer.fits and offer.model.kind == "image" and sys.platform != "darwin":
+        text += "; PyTorch and CPUs hold weights in BF16 or F32, which may take more"
+    return text
+
+
+def confirm(offer: Offer, *, is_confirmed: bool) -> bool:
+    """Return True if the model is to be fetched. Raises UsageError without a terminal."""
+    download = offer.variant.download
+    size = "an unknown size" if download is None else format_size(download)
+    if is_confirmed:
+        return True
+    if not sys.stdin.isatty():
+        raise UsageError(
+            f"fetching {offer.reference} ({size}) requires an answer, and there is no terminal",
+            hint=f"to fetch it without asking: {_format_confirmed(offer.reference)}",
+        )
+    question = f"Fetch {offer.variant.name} ({size}) as {offer.reference}?"
+    if click.confirm(question, default=offer.fits is not False, err=True):
+        return True
+    note("nothing was fetched")
+    return False
+
+
+def _format_confirmed(reference: Reference) -> str:
+    """Return the command of the user with --yes."""
+    context = click.get_current_context()
+    words = [str(word) for word in context.meta.get(WORDS, ())]
+    if not words or any(word.startswith(_SECRETS) for word in words):
+        words = [str(reference)]
+    store = context.meta.get(f"{META}store")
+    if store and not any(word.startswith("--store") for word in words):
+        words = ["--store", str(store), *words]
+    return shlex.join(["aimage", str(context.info_name), "--yes", *words])
+
+
+def fetch(offer: Offer, connection: ClientOptions) -> Descriptor:
+    """Fetch the chosen variant and name it as asked for; return its manifest.
+
+    Raises as ``create`` and ``pull``.
+    """
+    variant, reference = offer.variant, offer.reference
+    if variant.reference is not None:
+        return _pull(connection.expand(variant.reference), reference, connection)
+    from clowder_aimage.cli.create.model_files import (
+        FileOptions,
+        FormOptions,
+        ProvenanceOptions,
+        pack,
+    )
+    from clowder_aimage.cli.create.result import report_packed
+    from clowder_aimage.importer import Recipe
+
+    recipe = Recipe.parse(variant.dtype, variant.quantize)
+    options = FileOptions(
+        recipe,
+        FormOptions(None, False, None, (), (), ""),
+        ProvenanceOptions(None, None, None, (), None, None),
+        base=None,
+        like=None,
+        dialect="clowder",
+        manifest_type="oci",
+        algorithm="sha256",
+    )
+    model = offer.model
+    packed, _ = pack(reference, f"hf://{model.hub}@{model.revision}", options)
+    report_packed(reference, packed, recipe)
+    return packed.descriptor
+
+
+def _pull(source: Reference, name: Reference, connection: ClientOptions) -> Descriptor:
+    from clowder_aimage.pull import PullOptions, pull
+
+    layout = get_settings().layout
+    with Progress("pulling", source) as progress:
+        pulled = pull(source, layout, connection, PullOptions(on_event=progress.on_event))
+    progress.summarize("pulled")
+    with layout.keep():
+        descriptor = layout.resolve(pulled.name)
+        layout.tag(descriptor, name)
+    remark(f"{source} is {name} in the store")
+    return descriptor
+
+
+def obtain(
+    reference: Reference,
+    *,
+    is_confirmed: bool,
+    check: Callable[[NamedModel], None],
+) -> Reference:
+    """Return the name in the store of a model that the index has; fetch it if the user agrees.
+
+    A name that the store has, or the index lacks, is returned as it is. ``check`` raises the errors
+    of the verb before the user is asked. A declined question ends the command with exit code 1.
+    """
+    connect = get_settings().build_client_options
+    if is_stored(reference) or (model := find_named(reference, connect)) is None:
+        return reference
+    if stored := find_stored_variant(reference, model):
+        remark(f"{stored} in the store is used")
+        return stored
+    check(model)
+    obtain_variant(reference, model, connect(), is_confirmed=is_confirmed)
+    return reference
+
+
+def obtain_variant(
+    reference: Reference, model: NamedModel, connection: ClientOptions, *, is_confirmed: bool
+) -> Descriptor:
+    """Offer a model, and fetch the chosen variant. Raises Exit if the user declines."""
+    offer = make_offer(reference, model, connection)
+    show_offer(offer)
+    if not confirm(offer, is_confirmed=is_confirmed):
+        raise click.exceptions.Exit(1)
+    return fetch(offer, connection)
