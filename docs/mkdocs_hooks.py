@@ -85,6 +85,8 @@ _ICON = ROOT / "clowder_aimage" / "page" / "icon.svg"
 _STYLE = ROOT / "clowder_aimage" / "page" / "style.css"
 _TOKEN = re.compile(r"^  (--[\w-]+): light-dark\((#\w+), (#\w+)\);", re.MULTILINE)
 _SCREENSHOT = re.compile(r"!\[([^\]]*)\]\((\S+)-light\.png\)")
+_INLINE = re.compile(r"<code>([^<\n]+)</code>")
+_CODE_TOKEN = re.compile(r"(?<![\w-])--?[a-z][\w-]*|(?<=\w)[_/,=](?=\w)|(?<=\w{4})\.(?=\w{4})")
 _SOURCES = {page: source for source, page in PAGES.items()}
 _LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)|(\]\()([^)\s]+)\)")
 _FENCE = re.compile(r"^(`{3,}).*?^\1$", re.MULTILINE | re.DOTALL)
@@ -132,6 +134,16 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     if page.file.src_uri == "index.md":
         page.meta["hide"] = ["navigation", "toc"]
     return with_dark_screenshots(rewritten(markdown, page.file.src_uri))
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
+    """Let code in sentences and tables break at its separators, and not inside an option."""
+    return _INLINE.sub(lambda match: f"<code>{_CODE_TOKEN.sub(_breaking, match[1])}</code>", html)
+
+
+def _breaking(match: re.Match[str]) -> str:
+    token = match[0]
+    return f'<span class="option">{token}</span>' if token[0] == "-" else f"{token}<wbr>"
 
 
 def with_dark_screenshots(markdown: str) -> str:
@@ -325,7 +337,7 @@ def _python() -> str:
     import clowder_aimage
     from clowder_aimage import AImageError
 
-    lines = ["# Python", "[Explanations and examples](../python.md)."]
+    lines = ["# Python interface", "[Explanations and examples](../python.md)."]
     for name in sorted(clowder_aimage.__all__, key=str.lower):
         if name != AImageError.__name__:
             lines.append(f"::: {getattr(clowder_aimage, name).__module__}.{name}")

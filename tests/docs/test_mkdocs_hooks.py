@@ -154,6 +154,25 @@ def test_a_screenshot_has_a_twin_in_the_dark_scheme(hooks: ModuleType) -> None:
 
 
 @pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        (
+            "--dtype auto -q",
+            '<span class="option">--dtype</span> auto <span class="option">-q</span>',
+        ),
+        ("GET /v1/models", "GET /v1/<wbr>models"),
+        ("guidance_scale", "guidance_<wbr>scale"),
+        ("a-b 0.5 1e-4", "a-b 0.5 1e-4"),
+    ],
+)
+def test_code_breaks_at_separators_and_not_in_an_option(
+    hooks: ModuleType, code: str, expected: str
+) -> None:
+    html = hooks.on_page_content(f"<p><code>{code}</code> --x</p>", None, None, None)
+    assert html == f"<p><code>{expected}</code> --x</p>"
+
+
+@pytest.mark.parametrize(
     ("text", "is_request"),
     [
         ('<script src="https://unpkg.example/x.js"></script>', True),
