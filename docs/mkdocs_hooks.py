@@ -86,7 +86,9 @@ _STYLE = ROOT / "clowder_aimage" / "page" / "style.css"
 _TOKEN = re.compile(r"^  (--[\w-]+): light-dark\((#\w+), (#\w+)\);", re.MULTILINE)
 _SCREENSHOT = re.compile(r"!\[([^\]]*)\]\((\S+)-light\.png\)")
 _INLINE = re.compile(r"<code>([^<\n]+)</code>")
-_CODE_TOKEN = re.compile(r"(?<![\w-])--?[a-z][\w-]*|(?<=\w)[_/,=](?=\w)|(?<=\w{4})\.(?=\w{4})")
+_CODE_TOKEN = re.compile(
+    r"(?<![\w-])--?[a-z][\w-]*|\\?\||(?<=\w)[_/,=](?=\w)|(?<=\w{4})\.(?=\w{4})"
+)
 _SOURCES = {page: source for source, page in PAGES.items()}
 _LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)|(\]\()([^)\s]+)\)")
 _FENCE = re.compile(r"^(`{3,}).*?^\1$", re.MULTILINE | re.DOTALL)
@@ -142,7 +144,7 @@ def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
 
 
 def _breaking(match: re.Match[str]) -> str:
-    token = match[0]
+    token = match[0].removeprefix("\\")  # Markdown keeps the backslash of a "|" in a table
     return f'<span class="option">{token}</span>' if token[0] == "-" else f"{token}<wbr>"
 
 

@@ -161,6 +161,7 @@ def test_a_screenshot_has_a_twin_in_the_dark_scheme(hooks: ModuleType) -> None:
             '<span class="option">--dtype</span> auto <span class="option">-q</span>',
         ),
         ("GET /v1/models", "GET /v1/<wbr>models"),
+        ("[a\\|b]", "[a|<wbr>b]"),
         ("guidance_scale", "guidance_<wbr>scale"),
         ("a-b 0.5 1e-4", "a-b 0.5 1e-4"),
     ],
