@@ -17,7 +17,7 @@ from clowder_aimage.api.answer_stream import (
 )
 from clowder_aimage.api.batch.store import is_almost_full
 from clowder_aimage.api.service import Service
-from clowder_aimage.engine.executor import run_io, run_probe
+from clowder_aimage.engine.executor import run_io
 from clowder_aimage.http.api_error import RETRY_AFTER, ApiError
 from clowder_aimage.http.metrics_role import MetricsRole
 from clowder_aimage.http.route import INFER, Route, serve
@@ -49,17 +49,9 @@ class Health:
         return web.json_response({"status": "ok"})
 
     async def report_readiness(self, request: web.Request) -> web.Response:
-        """Respond with the readiness. Models are named only to requests with a token."""
+        """Respond with the readiness. Details are only for requests with a token."""
         service, node = self._service, self._service.node
-        missing = node.list_missing() if node is not None else ()
-        try:
-            reasons = await run_probe(service.readiness.list_reasons, service.required, missing)
-        except TimeoutError:
-            reasons = [{"reason": "store not readable"}]
-        if node is not None:
-            reasons = node.list_reasons() + reasons
-        if service.engine.is_draining:
-            reasons.insert(0, {"reason": "draining"})
+        reasons = await service.list_reasons()
         if request.get("scope") is None:
             reasons = [{"reason": reason["reason"]} for reason in reasons]
         body: dict[str, Any] = {"status": "unavailable" if reasons else "ok", "reasons": reasons}

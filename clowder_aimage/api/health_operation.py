@@ -23,6 +23,7 @@ class Reason(TypedDict):
 
     reason: str
     model: NotRequired[Annotated[str, Field(description="Only in a response to a known token.")]]
+    detail: NotRequired[Annotated[str, Field(description="Only in a response to a known token.")]]
 
 
 class Readiness(TypedDict):

@@ -15,6 +15,7 @@ from clowder_aimage.content.platform import ManifestSelector
 from clowder_aimage.engine.admission import NEVER
 from clowder_aimage.engine.engine import Engine
 from clowder_aimage.engine.event import EventLog
+from clowder_aimage.engine.executor import run_probe
 from clowder_aimage.engine.job_queue import JobQueue
 from clowder_aimage.engine.metric import Metrics
 from clowder_aimage.engine.model_fetch import find
@@ -47,6 +48,13 @@ class NodeState(Protocol):
 
     def list_warnings(self) -> Sequence[str]:
         """Return the problems that do not affect readiness."""
+
+
+class FleetState(Protocol):
+    """The contribution of a fleet to the readiness of a worker that takes its jobs."""
+
+    def list_reasons(self) -> list[dict[str, str]]:
+        """Return the reasons why this worker cannot take jobs of the fleet."""
 
 
 class Readiness:
@@ -125,9 +133,10 @@ def parse_model(name: str) -> Reference:
 class Service:
     """A worker: its engine and store, and the aliases of models.
 
-    ``node`` is the state of a server that is also a node; ``on_removed`` is called after a name was
-    removed; ``wanted`` are the models required for readiness. ``adapters`` finds those in the store
-    and in the directory of the settings, ``jobs`` make AImages from others.
+    ``node`` is the state of a server that is also a node, ``fleet`` that of one which takes jobs of
+    a fleet; ``on_removed`` is called after a name was removed; ``wanted`` are the models required
+    for readiness. ``adapters`` finds those in the store and in the directory of the settings,
+    ``jobs`` make AImages from others.
     """
 
     engine: Engine
@@ -140,6 +149,7 @@ class Service:
     readiness: Readiness
     wanted: Sequence[str]
     node: NodeState | None = None
+    fleet: FleetState | None = None
     on_removed: Callable[[], object] = lambda: None
     started: float = field(default_factory=time.time)
     adapters: AdapterFinder = field(init=False)
@@ -180,6 +190,19 @@ class Service:
         if name is None or (can_pull and Reference.parse(name).registry is not None):
             return self.wanted
         return (name, *self.wanted)
+
+    async def list_reasons(self) -> list[dict[str, str]]:
+        """Return the reasons against the readiness of the server."""
+        missing = self.node.list_missing() if self.node is not None else ()
+        try:
+            reasons = await run_probe(self.readiness.list_reasons, self.required, missing)
+        except TimeoutError:
+            reasons = [{"reason": "store not readable"}]
+        for part in (self.node, self.fleet):
+            reasons = (part.list_reasons() if part is not None else []) + reasons
+        if self.engine.is_draining:
+            reasons.insert(0, {"reason": "draining"})
+        return reasons
 
     def resolve_reference(self, name: str | None) -> Reference:
         """Return the AImage of a client's ``name``.

@@ -11,12 +11,14 @@ from functools import cached_property
 from clowder_aimage.api import health, page
 from clowder_aimage.api.batch.run import BatchRunner
 from clowder_aimage.api.batch.store import DirectoryBatchStore
+from clowder_aimage.api.missing_model import find_missing
 from clowder_aimage.api.ollama import routes as ollama_routes
 from clowder_aimage.api.openapi import build_description_routes
 from clowder_aimage.api.service import Service
 from clowder_aimage.api.store import routes as store_routes
 from clowder_aimage.api.store import storage
 from clowder_aimage.engine.engine import Engine
+from clowder_aimage.engine.executor import run_io
 from clowder_aimage.engine.model_fetch import preload
 from clowder_aimage.errors import AImageError
 from clowder_aimage.http.background import run_in_background
@@ -110,8 +112,18 @@ class WorkerRole(Role):
             async with run_in_background(self._expire(), fetching):
                 yield
             return
+        await self._report_missing()
         async with run_in_background(self._expire(), fetching, self._batches.run()):
             yield
+
+    async def _report_missing(self) -> None:
+        """Warn of models in the settings that no request will find."""
+        for model in await run_io(find_missing, self._service):
+            hint = f"; did you mean {model.similar}?" if model.similar else ""
+            _log.warning(f"the {model.setting} {model.name} is not in the store{hint}")
+
+    async def list_reasons(self) -> list[dict[str, str]]:
+        return await self._service.list_reasons()
 
     async def signal_ready(self) -> None:
         self._service.events.record("ready")

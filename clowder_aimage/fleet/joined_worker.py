@@ -17,6 +17,7 @@ from typing import Any
 from nats.aio.msg import Msg
 from nats.js.errors import Error as JetStreamError
 from nats.js.errors import NotFoundError
+from prometheus_client import Gauge
 
 from clowder_aimage import __version__
 from clowder_aimage.api.service import Service
@@ -111,6 +112,13 @@ class JoinedWorker(Role):
         self._started_at = time.monotonic()
         self.done = self.failed = 0
         self.takes_jobs = True
+        service.fleet = self._link
+        connected = Gauge(
+            "aimage_fleet_connected",
+            "Whether the fleet on NATS can be used.",
+            registry=service.metrics.registry,
+        )
+        connected.set_function(lambda: self._link.is_ready)
         self._check_status()
         self._listen()
 

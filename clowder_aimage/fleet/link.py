@@ -36,6 +36,7 @@ from clowder_aimage.errors import (
     UsageError,
     VerificationError,
 )
+from clowder_aimage.fleet.connection_report import ConnectionReport, describe_network_error
 from clowder_aimage.fleet.frame import Frame
 from clowder_aimage.fleet.key import FleetKey, KeySet
 from clowder_aimage.fleet.name import GATEWAY, KEY_SET, OPERATOR, WORKER, FleetNames
@@ -56,6 +57,10 @@ PURGE_VERSION = (2, 9, 15)
 MIN_PAYLOAD = 1 << 20
 # Seconds between two checks that the streams exist.
 CHECK = 5.0
+# Seconds in which a server accepts a connection.
+CONNECT = 2
+# Seconds between two looks at the state of the connection.
+_LOOK = 0.25
 # Seconds between two attempts, and in Retry-After.
 LATER = 2
 # Seconds between two attempts of a call.
@@ -193,6 +198,8 @@ class FleetLink:
         self.api = _API
         self._js = JetStreamContext(self._client)
         self._reason: AImageError | None = None
+        # An attempt failed, or has lasted for long.
+        self._has_failed = False
         self._ready = asyncio.Event()
         # The bytes that streams may still take before their reserve.
         self._space: dict[str, int] = {}
@@ -206,12 +213,12 @@ class FleetLink:
     @contextlib.asynccontextmanager
     async def open(self) -> AsyncIterator[None]:
         """Connect in the background, also to a server that is not there yet; close at the end."""
-        self._reason = NetworkError(f"NATS at {self._addresses} does not answer")
-        task = asyncio.create_task(self._connect())
+        self._reason = self._build_network_error()
+        tasks = asyncio.create_task(self._connect()), asyncio.create_task(self._report())
         try:
             yield
         finally:
-            await end_tasks(task)
+            await end_tasks(*tasks)
             self._ready.clear()
             with contextlib.suppress(*LOST):
                 await self._client.close()
@@ -239,9 +246,7 @@ class FleetLink:
                         raise self._reason
                     await asyncio.sleep(0.05)
         except TimeoutError:
-            raise self._reason or NetworkError(
-                f"NATS at {self._addresses} does not answer"
-            ) from None
+            raise self._reason or self._build_network_error() from None
 
     async def make(self, shape: FleetShape, timeout: float) -> list[str]:
         """Make or change the streams; return the names of those that were made.
@@ -280,6 +285,29 @@ class FleetLink:
         )
 
     @property
+    def url(self) -> str:
+        """The URLs of the servers, without credentials."""
+        parts = (server.partition("://") for server in self._access.servers)
+        return ",".join(f"{scheme}://{rest.rpartition('@')[2]}" for scheme, _, rest in parts)
+
+    def _build_network_error(self, reason: str = "") -> NetworkError:
+        text = f"the NATS server at {self._addresses} does not answer"
+        return NetworkError(f"{text}: {reason}" if reason else text, remedy="nats_server")
+
+    async def _report(self) -> None:
+        """Log that the fleet cannot be used, and that it can again, for ever."""
+        clock = asyncio.get_running_loop().time
+        report = ConnectionReport(self.url, self.names.fleet, clock)
+        begun, was_ready = clock(), False
+        while True:
+            if self.is_ready != was_ready and self.is_ready:
+                report.observe(None)
+            elif not self.is_ready and (self._has_failed or clock() - begun > CONNECT):
+                report.observe(self._reason or self._build_network_error())
+            was_ready = self.is_ready
+            await asyncio.sleep(_LOOK)
+
+    @property
     def is_ready(self) -> bool:
         """Return True if the fleet can be used."""
         return self._ready.is_set() and self._client.is_connected
@@ -294,6 +322,14 @@ class FleetLink:
         raise build_unavailable_error(
             reason.message, remedy=reason.remedy, hint=reason.hint, **reason.facts
         )
+
+    def list_reasons(self) -> list[dict[str, str]]:
+        """Return the reason why the fleet cannot be used, if there is one."""
+        if self.is_ready:
+            return []
+        reason = self._reason or self._build_network_error()
+        text = "no connection to NATS" if isinstance(reason, NetworkError) else "fleet not usable"
+        return [{"reason": text, "detail": reason.message}]
 
     def check_lasting(self) -> None:
         """Raise ApiError (503) if the fleet cannot be used until its configuration changes."""
@@ -360,7 +396,7 @@ class FleetLink:
             # For ever: workers and gateways outlive a server.
             max_reconnect_attempts=-1,
             reconnect_time_wait=0.25,  # type: ignore[arg-type]
-            connect_timeout=2,
+            connect_timeout=CONNECT,
             ping_interval=5,
             max_outstanding_pings=2,
             error_cb=self._on_error,
@@ -379,20 +415,18 @@ class FleetLink:
             await self._read_clock()
             self._take_key_set(await self._read_key_set())
         except AImageError as error:
-            if self._reason is None or self._reason.message != error.message:
-                _log.warning("cannot use the fleet", extra={"reason": error.message})
-            self._reason = error
+            self._reason, self._has_failed = error, True
             self._ready.clear()
             return
         except LOST as error:
             if not self._ready.is_set():
-                self._reason = NetworkError(f"NATS at {self._addresses} does not answer: {error!r}")
+                self._reason = self._build_network_error(describe_network_error(error))
             return
         self._reason, self._due = None, asyncio.get_running_loop().time() + CHECK
         if self._ready.is_set():
             return
+        self._has_failed = False
         self._ready.set()
-        _log.info("connected to the fleet", extra={"fleet": self.names.fleet})
         for callback in self.on_ready:
             callback()
 
@@ -481,14 +515,14 @@ class FleetLink:
         if "authorization" in text.lower() or "authentication" in text.lower():
             self._reason = UnauthorizedError(f"NATS at {self._addresses} refuses the credentials")
         elif isinstance(self._reason, NetworkError):
-            self._reason = NetworkError(f"NATS at {self._addresses} does not answer: {text}")
+            self._reason = self._build_network_error(describe_network_error(error))
+        self._has_failed = self._has_failed or not self.is_ready
         _log.debug("NATS", extra={"reason": text})
 
     async def _on_disconnected(self) -> None:
-        if self._ready.is_set():
-            _log.warning("the connection to NATS was lost")
+        self._has_failed = self._has_failed or self._ready.is_set()
         self._ready.clear()
-        self._reason, self._due = NetworkError(f"NATS at {self._addresses} does not answer"), 0.0
+        self._reason, self._due = self._build_network_error(), 0.0
         # The server may have another configuration when it is back.
         self._use_api(_API)
 

@@ -133,8 +133,12 @@ class Role:
         """Run the role's background work."""
         yield
 
+    async def list_reasons(self) -> list[dict[str, str]]:
+        """Return the reasons against the readiness of the role; each has a ``reason``."""
+        return []
+
     async def signal_ready(self) -> None:
-        """Signal that connections are accepted."""
+        """Signal that the server is ready."""
 
     async def drain(self, grace: float, hurry: asyncio.Event) -> None:
         """Refuse new work; finish running work in ``grace`` seconds, or until ``hurry`` is set."""

@@ -30,6 +30,8 @@ LINGER = 1.0
 WRITE = 60.0
 # Seconds between two checks
 INTERVAL = 1.0
+# Seconds between two looks whether a server that started is ready, at first and at most
+FIRST_LOOK, LAST_LOOK = 0.25, 4.0
 
 _log = logging.getLogger("aimage.http")
 
@@ -100,7 +102,8 @@ def serve(
         origins: Allowed origins besides loopback ones; None: only that of the server.
         advice: Return the advice on an error that is sent with it; None: its hint.
         separate: Further sockets, with a role of their own that requires no tokens.
-        on_ready: Called with the URLs once connections are accepted (``unix://PATH`` for a socket).
+        on_ready: Called with the URLs (``unix://PATH`` for a socket) once connections are accepted;
+            the server may become ready later.
         options: Further arguments of aiohttp's AppRunner.
     """
     loop = asyncio.new_event_loop()
@@ -153,14 +156,12 @@ async def _run(
             facts["apart"] = separate_listeners.urls
         # The other address first: its URL is logged with those of the server
         await stack.enter_async_context(accepting(app, listeners, **options))
-        await stack.enter_async_context(
-            run_in_background(_notify_watchdog(), _reload(signals, roles))
-        )
         on_ready(listeners.urls)
-        systemd.notify("READY=1")
-        for role in roles:
-            await role.signal_ready()
-        _log.info("ready", extra=facts)
+        await stack.enter_async_context(
+            run_in_background(
+                _announce_ready(roles, facts), _notify_watchdog(), _reload(signals, roles)
+            )
+        )
         await signals.first.wait()
         systemd.notify("STOPPING=1")
         for role in roles:
@@ -213,6 +214,27 @@ async def _check_connections(server: web.Server, *timeouts: IdleTimeout | WriteT
 
 def _is_not_disconnect(record: logging.LogRecord) -> bool:
     return not (record.exc_info and isinstance(record.exc_info[1], ConnectionError))
+
+
+async def _announce_ready(roles: tuple[Role, ...], facts: Mapping[str, Any]) -> None:
+    """Report that the server is ready once it is; until then, why it is not."""
+    pause, reported = FIRST_LOOK, None
+    while reasons := [reason for role in roles for reason in await role.list_reasons()]:
+        # What is there in a moment is not reported
+        if reasons != reported and pause > FIRST_LOOK:
+            reported = reasons
+            described = [" ".join(reason.values()) for reason in reasons]
+            _log.info("not ready yet", extra={**facts, "reasons": described})
+        systemd.notify(f"EXTEND_TIMEOUT_USEC={4 * LAST_LOOK * 1e6:.0f}")
+        systemd.notify(f"STATUS=not ready: {reasons[0]['reason']}")
+        await asyncio.sleep(pause)
+        pause = min(2 * pause, LAST_LOOK)
+    systemd.notify("READY=1")
+    if reported:
+        systemd.notify("STATUS=ready")
+    for role in roles:
+        await role.signal_ready()
+    _log.info("ready", extra=facts)
 
 
 async def _notify_watchdog() -> None:

@@ -116,6 +116,7 @@ REMEDIES = {
     "repair": "repair the store first: aimage verify --repair",
     "repair_or_remove": "fetch it with 'aimage verify --repair', or: aimage rm {reference}",
     "repair_store": "if the copy in the store is damaged: aimage verify --repair",
+    "nats_server": "start the NATS server, or name another one with --nats or AIMAGE_NATS",
     "require_tokens": "start the server with --token-file",
     "root_key": "name its file with --root-key; 'aimage fleet init' makes one for a new fleet",
     "add_signing_key": "whoever has the root key adds it: aimage fleet key add NAME --role {role} "

@@ -144,16 +144,20 @@ class GatewayRole(Role):
     async def _report_liveness(self, _: web.Request) -> web.Response:
         return web.json_response({"status": "ok"})
 
-    async def _report_readiness(self, _: web.Request) -> web.Response:
-        """Respond with the readiness for jobs; a fleet without workers is ready."""
-        reasons = []
+    async def list_reasons(self) -> list[dict[str, str]]:
+        reasons = self._link.list_reasons()
         try:
-            self._link.check()
-            self._link.check_space()
+            if not reasons:
+                self._link.check_space()
         except AImageError as error:
             reasons = [{"reason": error.message}]
-        if self._is_draining:
-            reasons.insert(0, {"reason": "draining"})
+        return [*([{"reason": "draining"}] if self._is_draining else ()), *reasons]
+
+    async def _report_readiness(self, request: web.Request) -> web.Response:
+        """Respond with the readiness for jobs; a fleet without workers is ready."""
+        reasons = await self.list_reasons()
+        if request.get("scope") is None:
+            reasons = [{"reason": reason["reason"]} for reason in reasons]
         headers = {"Retry-After": str(RETRY_AFTER)} if reasons else {}
         body: dict[str, Any] = {"status": "unavailable" if reasons else "ok", "reasons": reasons}
         if self._link.is_almost_full(files := self._link.names.files):
