@@ -43,7 +43,8 @@ class EngineLimits:
     seconds that a load may make no progress. cancel_timeout: seconds for a process to end a
     cancelled request before it is killed. lora_dir: a directory of adapters, or None. parallel:
     requests that a language model serves at once. context: tokens of a request to a language
-    model at most, or None for the model's.
+    model at most, or None for the model's. enhancer: the reference of a language model that is
+    loaded beside others, and is not one of ``models``.
     """
 
     queue: int = 8
@@ -66,6 +67,7 @@ class EngineLimits:
     lora_dir: str | None = None
     parallel: int = 16
     context: int | None = None
+    enhancer: str | None = None
 
     def load_options(self, reference: str) -> dict[str, Any]:
         """Return the options of a process to load the model ``reference``.

@@ -51,6 +51,8 @@ class ModelScheduler:
     _loads: set[asyncio.Task[Runner]] = field(default_factory=set)
     _unloads: set[asyncio.Task[None]] = field(default_factory=set)
     _refused: dict[Digest, UnrunnableError] = field(default_factory=dict)
+    # A lack of memory for the enhancer was logged.
+    _is_reported: bool = False
 
     @property
     def models(self) -> list[ModelSlot]:
@@ -114,8 +116,16 @@ class ModelScheduler:
     def _has_room(self, size: int) -> bool:
         """Return True if a model can be loaded at once, without unloading another."""
         is_busy = bool(self._loads or self._queue)
-        occupied = len(self.list_loaded()) + len(self._unloads)
+        occupied = self._count_places()
         return not is_busy and occupied < self._limits.models and not self._lacks_memory(size)
+
+    def _is_enhancer(self, model: ModelSlot) -> bool:
+        return str(model.reference) == self._limits.enhancer
+
+    def _count_places(self) -> int:
+        """Return the number of models that count: a prompt's enhancer has no place of its own."""
+        models = [model for model in self.list_loaded() if not self._is_enhancer(model)]
+        return len(models) + len(self._unloads)
 
     def _get_slot(self, request: QueuedRequest, stored: StoredAImage) -> ModelSlot:
         digest, keep_alive = stored.descriptor.digest, self._limits.keep_alive
@@ -213,18 +223,19 @@ class ModelScheduler:
                     self.unload(loading, "room")
             # One load at a time; this model is next
             return True
-        occupied = len(self.list_loaded()) + len(self._unloads)
-        if occupied < self._limits.models:
+        occupied = self._count_places()
+        if occupied < self._limits.models or self._is_enhancer(model):
             self._load(model)
         elif occupied - len(self._unloads) >= self._limits.models:
-            if (idle := self._select_idle()) is None:
+            counted = (loaded for loaded in self.list_loaded() if not self._is_enhancer(loaded))
+            if (idle := self._select_idle(counted)) is None:
                 return False
             self.unload(idle, "room")
         return True
 
-    def _select_idle(self) -> ModelSlot | None:
+    def _select_idle(self, models: Iterable[ModelSlot]) -> ModelSlot | None:
         """Return the model to unload: that of the least cost, then the one idle for longest."""
-        idle = (model for model in self.list_loaded() if not model.served)
+        idle = (model for model in models if not model.served)
         return min(
             idle,
             key=lambda model: (self.eviction_cost(model.digest), model.last_used),
@@ -241,7 +252,7 @@ class ModelScheduler:
             request.moved.set()
 
     async def _run(self, model: ModelSlot) -> Runner:
-        while self._lacks_memory(model.stored.size) and await self._unload_idle():
+        while self._lacks_memory(model.stored.size) and await self._unload_idle(model):
             pass
         name = model.pin_name(model.reference)
         content = self._roots, name, model.stored.descriptor
@@ -249,16 +260,21 @@ class ModelScheduler:
         try:
             return await start()
         except NoMemoryError:
-            if not await self._unload_idle():
+            if not await self._unload_idle(model):
                 raise
-            while await self._unload_idle():
+            while await self._unload_idle(model):
                 pass
             return await start()
 
-    async def _unload_idle(self) -> bool:
-        """Unload the model that was idle longest; return False if none is idle."""
-        if (idle := self._select_idle()) is None:
+    async def _unload_idle(self, successor: ModelSlot) -> bool:
+        """Unload the model that was idle longest for another one; return False if none is idle."""
+        if (idle := self._select_idle(self.list_loaded())) is None:
             return False
+        if not self._is_reported and (self._is_enhancer(idle) or self._is_enhancer(successor)):
+            self._is_reported = True
+            text = "the memory has no room for the enhancer beside a model: each unloads the other"
+            facts = {"loading": str(successor.reference), "unloading": str(idle.reference)}
+            _log.warning(text, extra=facts)
         await _wait([self.unload(idle, "memory")])
         return True
 

@@ -243,6 +243,8 @@ class Settings(CallerSettings):
         lora_dir = None if self.lora_dir is None else str(self.lora_dir.absolute())
         shared = self.model_dump(include=shared_names)
         backends = {str(Reference.parse(name)): backend for name, backend in self.backends.items()}
+        enhancer = self.aliases.get(self.enhancer, self.enhancer) if self.enhancer else None
+        shared["enhancer"] = str(Reference.parse(enhancer)) if enhancer else None
         return EngineLimits(models=self.max_models, lora_dir=lora_dir, backends=backends, **shared)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 import os
 import signal
 from asyncio.subprocess import Process
@@ -409,3 +410,23 @@ def test_a_closing_engine_loads_no_model(stocked_store: LayeredStore) -> None:
     assert isinstance(heard[-1], ImageEvent)
     assert [type(event) for event in others] == [QueuedEvent]
     assert loads == 1
+
+
+def test_an_enhancer_is_loaded_beside_the_only_model(
+    stocked_store: LayeredStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def play(engine: Any) -> set[str]:
+        for name in ("other", "tiny", "other"):
+            await served(engine, job(name))
+        return {str(model.reference) for model in engine.list_loaded()}
+
+    caplog.set_level(logging.WARNING, "aimage.worker")
+    both = {"tiny:latest", "other:latest"}
+    assert played(stocked_store, play, models=1, free=lambda: None) == {"other:latest"}
+    found = played(stocked_store, play, models=1, enhancer="other:latest", free=lambda: None)
+    assert found == both
+    assert "room for the enhancer" not in caplog.text
+    # Each load needs the memory of the other one, which is said once
+    found = played(stocked_store, play, models=1, enhancer="other:latest", free=lambda: 1000)
+    assert found == {"other:latest"}
+    assert caplog.text.count("room for the enhancer") == 1
