@@ -1,4 +1,4 @@
-"""What programs of a fleet log about their connection to NATS."""
+"""The log of a program of a fleet about its connection to NATS."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a server says that it is ready."""
+"""The time at which a server says that it is ready."""
 
 from __future__ import annotations
 
