@@ -12,17 +12,20 @@ from types import SimpleNamespace
 import pytest
 
 from clowder_aimage.cli.create import named_model
+from clowder_aimage.config.name_index import read_index
 from clowder_aimage.engine import machine
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import read_aimage
 from clowder_aimage.oci import Reference
+from clowder_aimage.validate import validate_file
 from tests.hub import Hub, serving_hub
 from tests.importer.formats_gguf import gguf
 from tests.process import PROGRAM, Aimage, spawn_at
 
 pytest.importorskip("huggingface_hub")
 REPOSITORY = "Org/Small"
-SHAPES = Path(__file__).parents[2] / "examples/shapes/model"
+ROOT = Path(__file__).parents[2]
+SHAPES = ROOT / "examples/shapes/model"
 LISTED = f"""
 models:
   small:
@@ -229,6 +232,19 @@ def test_the_names_of_the_package_are_known_and_replaced_by_the_user(here: Aimag
     path = write_names(here, LISTED.replace("small:", "z-image-turbo:"))
     done = here("pull", "z-image-turbo", "--dry-run")
     assert f"hf://{REPOSITORY}" in done.err and f"from {path}" in done.err
+
+
+def test_the_list_of_the_package_is_valid_and_documented(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    file = ROOT / "clowder_aimage/config/names.yaml"
+    document = validate_file(file)
+    assert (document.schema, document.violations) == ("names", [])
+    page = (ROOT / "docs/names.md").read_text("utf-8")
+    for name, model in read_index().models.items():
+        listed = ", ".join(f"`{variant.name}`" for variant in model.variants)
+        assert f"| `{name}` | {listed} |" in page
 
 
 @pytest.mark.parametrize(
