@@ -17,7 +17,7 @@ import click
 from clowder_aimage import __version__
 from clowder_aimage.cli.console.example import NAME, examples
 from clowder_aimage.cli.console.interruption import interruption
-from clowder_aimage.cli.console.option import VerbGroup, common_options
+from clowder_aimage.cli.console.option import VerbGroup, common_options, verbose_option
 from clowder_aimage.cli.console.output import META, clean_lines, format_event, wants_json
 from clowder_aimage.errors import AImageError, NoSpaceError, StoreError, UsageError
 
@@ -128,6 +128,15 @@ _ELSEWHERE = {
     "whoami": "'aimage login HOST' checks the stored credentials of a registry",
 }
 
+# What 'aimage' alone shows.
+_FIRST_VERBS = {
+    "run": "shapes two red circles",
+    "create": "shapes examples/shapes/model",
+    "pull": NAME,
+    "push": NAME,
+    "serve": "--default-model shapes",
+}
+
 _STDOUT = "<stdout>"
 _DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
 EXIT_CODES = """\b
@@ -138,6 +147,12 @@ Exit codes: 0 done, 1 failed, 2 usage, 3 not found, 4 not authorised,
 
 class _Verbs(VerbGroup):
     """A group that imports only the verb that is run, and reports its errors."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if not args and not ctx.resilient_parsing:
+            click.echo("\n".join(_format_introduction()))
+            ctx.exit()
+        return super().parse_args(ctx, args)
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
         return list(VERBS)
@@ -189,6 +204,14 @@ class _Verbs(VerbGroup):
                 formatter.write_dl([(name, text) for name, (_, text) in verbs.items()])
 
 
+def _format_introduction() -> list[str]:
+    """Return the lines that a terminal shows of five verbs, if none is stated."""
+    lines = ["AI models as OCI artifacts: create, push, pull and run them.", ""]
+    for name, example in _FIRST_VERBS.items():
+        lines += [f"  {name:<8}{VERBS[name][1]}", f"{'':10}aimage {name} {example}"]
+    return [*lines, "", "'aimage --help' lists all verbs, 'aimage run --help' the options of one."]
+
+
 def _suggest_verb(name: str) -> str:
     import difflib
 
@@ -213,6 +236,7 @@ def _suggest_verb(name: str) -> str:
     f"aimage push {NAME}",
 )
 @common_options
+@verbose_option
 @click.command(
     cls=_Verbs,
     epilog=EXIT_CODES,

@@ -342,8 +342,8 @@ STOCKED = {
         $ aimage resolve registry.example:443/looked/tiny:v1 --plain-http --resolve registry.example:443:127.0.0.1 # exit code 1
         ! aimage: cannot reach registry.example:443: ...
         $ aimage delete localhost:5000/looked/tiny:v1 # exit code 2
-        ! aimage: deleting the tag localhost:5000/looked/tiny:v1 (sha256:...) requires an answer, and there is no terminal
-        ! --force deletes without asking
+        ! aimage: the tag localhost:5000/looked/tiny:v1 (sha256:...) is not deleted: stdin is not a terminal, so that nobody can confirm it
+        ! --yes deletes without asking
         $ aimage resolve localhost:5000/looked/tiny:v2 # exit code 3
         ! aimage: manifest localhost:5000/looked/tiny:v2 not found at localhost:5000 (404 ...)
         $ aimage resolve tiny # exit code 2

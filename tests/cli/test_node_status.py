@@ -254,7 +254,7 @@ def test_a_node_that_is_not_ready_is_printed_with_reasons() -> None:
     ],
 )
 def test_the_desired_state_is_printed(facts: dict[str, Any], words: str) -> None:
-    assert shown(desired=NODE["desired"] | facts)[1] == f"desired  {words}"
+    assert shown(desired=NODE["desired"] | facts)[1] == f"desired     {words}"
 
 
 def test_a_disk_without_measurements_is_omitted() -> None:

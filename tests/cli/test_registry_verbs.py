@@ -270,7 +270,7 @@ def test_show_reads_from_the_registry(model: tuple[Aimage, str], repository: str
 def test_delete_a_manifest_with_all_its_tags(model: tuple[Aimage, str], repository: str) -> None:
     here, digest = model
     here("copy", "-q", f"{repository}:v1", f"{repository}:v2")
-    done = here("delete", f"{repository}@{digest}", "--force")
+    done = here("delete", f"{repository}@{digest}", "--yes")
     assert done.line == f"{repository}@{digest}"
     assert f"deleted the manifest {repository}@{digest} and all its tags" in done.err
     for tag in ("v1", "v2"):
@@ -282,8 +282,8 @@ def test_delete_a_manifest_with_all_its_tags(model: tuple[Aimage, str], reposito
 def test_delete_refuses_without_an_answer(model: tuple[Aimage, str], repository: str) -> None:
     here, digest = model
     failed = here("delete", f"{repository}:v1", code=2).err
-    assert f"deleting the tag {repository}:v1 ({digest}) requires an answer" in failed
-    assert "--force" in failed
+    assert f"the tag {repository}:v1 ({digest}) is not deleted" in failed
+    assert "--yes deletes without asking" in failed
     assert "neither tag nor digest" in here("delete", repository, "-f", code=2).err
     assert "aimage rm x" in here("delete", "x", "-f", code=2).err
     here("delete", f"{repository}:v2", "-f", code=3)

@@ -51,7 +51,7 @@ def test_an_invalid_template_is_refused(template: str, message: str) -> None:
     [
         (r"\n{{ b }}", "line 2 of the template: 'b' is undefined"),
         ("{{ a.__class__.__mro__ }}", "access to attribute '__class__'"),
-        ("{{ c.update(x=1) }}", "of 'dict' object is unsafe"),
+        ("{{ c.update(x=1) }}", "of 'Fields' object is unsafe"),
         ("{{ 2 ** 99 }}", "the operands of ** are too large"),
         ("{{ 'x' * 10 ** 1 * 99999999 }}", "the operands of"),
         ("{{ a * 99999999 }}", "the operands of * are too large"),
@@ -70,6 +70,10 @@ def test_each_element_of_a_list_is_a_line(stocked: Callable[[], Aimage]) -> None
     here = stocked()
     here("tag", "x", "y")
     assert here("ls", "--format", "{{ reference }}").out == "x:latest\ny:latest\n"
+    assert here("ls", "--format", "{{ name }}").out == "x:latest\ny:latest\n"
+    failed = here("ls", "--format", "{{ size }} {{ nmae }}", code=2)
+    assert "'nmae' is undefined" in failed.err and "reference, digest, " in failed.err
+    assert failed.err.rstrip().endswith(", name")
     assert here("--template", "{{ reference }}", "ls").out == "x:latest\ny:latest\n"
     assert here("rm", "x", "--format", "{{ removed[0] }}").line == "x:latest"
     assert here("gc", "--format={{ dryRun }}", "--dry-run", "--json").line == "true"

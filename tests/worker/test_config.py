@@ -285,7 +285,7 @@ def test_config_show_lists_every_setting_with_its_origin(
     assert found["worker.pngFacts"] == (True, "default")
     assert found["registries.registry.example.com.jobs"] == (4, str(file))
     lines = here("config", "show", "--store", tmp_path / "other").out.splitlines()
-    assert lines[0].split() == ["SETTING", "VALUE", "FROM"]
+    assert lines[0].split() == ["NAME", "VALUE", "ORIGIN"]
     assert lines[1].split() == ["config", str(file), "AIMAGE_CONFIG"]
     assert lines[2].split() == ["store", str(tmp_path / "other"), "command", "line"]
     assert ["worker.grace", "1m", "AIMAGE_SERVE_GRACE"] in map(str.split, lines)

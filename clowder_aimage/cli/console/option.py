@@ -35,7 +35,9 @@ if TYPE_CHECKING:
 _TAGS_TIMEOUT = 2.0
 # Seconds that an unreachable collector may delay the end of a verb.
 _TRACES_TIMEOUT = 2.0
+_VERBOSE = "verbose"
 _F = TypeVar("_F", bound=Callable[..., Any])
+_Command = TypeVar("_Command", bound=click.Command)
 
 
 def options(*decorators: Callable[[Any], Any]) -> Callable[[_F], _F]:
@@ -100,7 +102,7 @@ def _remember_template(ctx: click.Context, param: click.Parameter, value: str | 
         _remember(ctx, param, ResultTemplate(value))
 
 
-common_options = options(
+_shared_options = options(
     _add_shared(
         "--store",
         type=click.Path(),
@@ -120,6 +122,22 @@ common_options = options(
     ),
     _add_shared("-q", "--quiet", is_flag=True, help="Suppress progress on stderr."),
 )
+
+verbose_option = _add_shared(
+    "-v", "--verbose", count=True, help="Show each request on stderr; -vv also its headers."
+)
+
+
+def common_options(command: _Command) -> _Command:
+    """Add the options that are valid before the verb and after it, for every verb."""
+    _shared_options(command)
+    if not any(param.name == _VERBOSE for param in command.params):
+        # A verb without requests accepts it, as it may be in an alias.
+        add = click.option(
+            *("-v", "--verbose", "accepts_verbose"), count=True, hidden=True, expose_value=False
+        )
+        add(command)
+    return command
 
 
 # Options of oras, crane, hf, diffusers and mflux, with their names here.
@@ -213,7 +231,7 @@ class Verb(_Exemplified):
         report_warnings()
         for name, nearest in find_misspelt_variables():
             note(f"warning: unknown environment variable {name}; did you mean {nearest}?")
-        has_requests = any(param.name == "verbose" for param in self.params)
+        has_requests = any(param.name == _VERBOSE for param in self.params)
         if not has_requests and not ctx.params.get("remote"):
             return super().invoke(ctx)
         from clowder_aimage.content import telemetry
@@ -284,10 +302,6 @@ remote_option = click.option(
     is_flag=True,
     is_eager=True,
     help="Use the worker in AIMAGE_HOST. [default: 127.0.0.1:11434]",
-)
-
-verbose_option = _add_shared(
-    "-v", "--verbose", count=True, help="Show each request on stderr; -vv also its headers."
 )
 
 login_connection_options = options(
@@ -439,6 +453,7 @@ def list_explicit_options(*exclude: str) -> list[str]:
         max(option.opts, key=len)
         for option in context.command.params
         if isinstance(option, click.Option)
+        and not option.hidden
         and option.name not in exclude
         and context.get_parameter_source(str(option.name)) is ParameterSource.COMMANDLINE
     ]
@@ -516,8 +531,8 @@ class VerbSettings(NamedTuple):
     @property
     def has_connection(self) -> bool:
         """Return True if a connection option is given."""
-        # The fields from plain_http on are those of connections.
-        return any(self[VerbSettings._fields.index("plain_http") :])
+        # The fields from plain_http on are those of connections; the last one is for all verbs.
+        return any(self[VerbSettings._fields.index("plain_http") : -1])
 
     def build_client_options(self, *registries: str | None) -> ClientOptions:
         """Return the client options from the command line and the environment.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TextIO, cast
 
 import click
 
+from clowder_aimage.cli.console import column
 from clowder_aimage.errors import NoSpaceError, StoreError, UsageError, describe_each
 
 if TYPE_CHECKING:
@@ -235,19 +236,27 @@ def format_count(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
-def format_table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Format columns as lines; the first row contains the titles."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
+def format_table(
+    rows: Sequence[Sequence[str]], optional: Sequence[str] = (), *, is_whole: bool = False
+) -> list[str]:
+    """Format columns as lines; the first row contains the titles.
+
+    On a terminal the lines fit its width, unless they are to be whole: digests are shortened, the
+    columns with ``optional`` titles are left out in this order, and the widest cells lose their
+    middle.
+    """
+    rows = [[clean_line(cell) for cell in row] for row in rows]
+    width = None if is_whole else column.get_width()
+    return column.align(rows if width is None else column.fit(rows, width, optional))
 
 
 def build_table(
     titles: Sequence[str],
     rows: Iterable[dict[str, Any]],
     cells: Callable[[dict[str, Any]], Sequence[str]],
+    optional: Sequence[str] = (),
+    *,
+    is_whole: bool = False,
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Return the rows of a list and their table; leave out and note rows that cannot be shown."""
     shown_rows: list[dict[str, Any]] = []
@@ -258,7 +267,7 @@ def build_table(
         return row
 
     shown_rows += describe_each(rows, show, note_left_out)
-    return shown_rows, format_table(lines)
+    return shown_rows, format_table(lines, optional, is_whole=is_whole)
 
 
 def note_left_out(row: object, error: Exception) -> None:
@@ -267,18 +276,29 @@ def note_left_out(row: object, error: Exception) -> None:
     note(f"left out {clean_line(str(name))[:200]}: {clean_line(str(error))[:200]}")
 
 
-def is_too_wide(lines: Sequence[str]) -> bool:
-    """Return True if stdout is a terminal with lines shorter than ``lines``."""
-    import shutil
-
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    return width is not None and max(map(len, lines)) > width
-
-
 def format_fields(pairs: Sequence[tuple[str, str]]) -> list[str]:
-    """Format names and values as lines."""
-    width = max(11, *(len(name) for name, _ in pairs))
-    return [f"{name:<{width}} {value}" for name, value in pairs]
+    """Format names and values as lines; on a terminal the values are wrapped between words."""
+    width, terminal = max(11, *(len(name) for name, _ in pairs)), column.get_width()
+    lines: list[str] = []
+    for name, value in pairs:
+        text = clean_line(value)
+        pieces = [text] if terminal is None else _wrap_value(text, terminal - width - 1)
+        lines += (
+            f"{title:<{width}} {piece}"
+            for title, piece in zip([name, *[""] * (len(pieces) - 1)], pieces, strict=True)
+        )
+    return lines
+
+
+def format_sentence(text: str) -> list[str]:
+    """Return a sentence as one line; on a terminal it is wrapped between words."""
+    terminal = column.get_width()
+    return [text] if terminal is None else column.wrap(clean_line(text), terminal)
+
+
+def _wrap_value(text: str, width: int) -> list[str]:
+    is_wide = column.measure(text) > width
+    return column.wrap(column.shorten_digests(text), width) if is_wide else [text]
 
 
 def open_standard_stream(standard: TextIO, action: str, hint: str) -> io.FileIO:

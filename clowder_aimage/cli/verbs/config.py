@@ -102,7 +102,7 @@ def show() -> None:
     ]
     values += _iter_host_settings(file)
     values += [Value(name, mask_secret(name, text), "environment") for name, text in variables]
-    rows = [["SETTING", "VALUE", "FROM"]]
+    rows = [["NAME", "VALUE", "ORIGIN"]]
     for setting in values:
         rows.append(
             [

@@ -19,16 +19,16 @@ from clowder_aimage.errors import UsageError
 from clowder_aimage.oci.descriptor import to_plain
 
 
-@examples(f"aimage delete {NAME}", f"aimage delete --force {REPOSITORY}@sha256:...")
+@examples(f"aimage delete {NAME}", f"aimage delete --yes {REPOSITORY}@sha256:...")
 @verb
 @click.argument("name", metavar="REF", shell_complete=complete_name)
-@click.option("-f", "--force", is_flag=True, help="Do not ask.")
+@click.option("-y", "--yes", "-f", "--force", "is_sure", is_flag=True, help="Do not ask.")
 @connection_options
-def delete(name: str, force: bool) -> int:
+def delete(name: str, is_sure: bool) -> int:
     """Delete REF from its registry: a tag, or with a digest a manifest and all its tags.
 
     The registry frees the space when it collects garbage. The store is not changed: 'aimage rm'
-    removes a name from it. It asks first; without a terminal it requires --force.
+    removes a name from it. It asks first; without a terminal it requires --yes.
     """
     from clowder_aimage.registry import Repository
 
@@ -47,12 +47,12 @@ def delete(name: str, force: bool) -> int:
         else:
             reference = reference.with_digest(content.digest)
             kind, subject = "manifest", f"the manifest {reference} and all its tags"
-        if not force and not sys.stdin.isatty():
+        if not is_sure and not sys.stdin.isatty():
             raise UsageError(
-                f"deleting {subject} requires an answer, and there is no terminal",
-                hint="--force deletes without asking",
+                f"{subject} is not deleted: stdin is not a terminal, so that nobody can confirm it",
+                hint="--yes deletes without asking",
             )
-        if not force and not click.confirm(f"Delete {subject}?", err=True):
+        if not is_sure and not click.confirm(f"Delete {subject}?", err=True):
             note("nothing was deleted")
             return 1
         content = repository.delete(reference)

@@ -10,7 +10,13 @@ import click
 
 from clowder_aimage.cli.console.example import NAME, examples
 from clowder_aimage.cli.console.option import connection_options, get_settings, verb
-from clowder_aimage.cli.console.output import format_count, format_size, print_result
+from clowder_aimage.cli.console.output import (
+    format_count,
+    format_sentence,
+    format_size,
+    format_table,
+    print_result,
+)
 from clowder_aimage.cli.console.stored_name import stored_argument
 from clowder_aimage.oci import Reference
 
@@ -51,17 +57,20 @@ def diff(a: Reference, b: Reference, lists_all: bool, remote: bool, has_code: bo
 def _iter_lines(difference: Difference, limit: int | None) -> Iterator[str]:
     for key, side in (("a", difference.a), ("b", difference.b)):
         digest = side.manifest.digest
-        yield f"{key}  {side.reference}  {digest.short}  {side.dialect}, in the {side.where}"
+        place = f"{side.dialect}, in the {side.where}"
+        yield from format_table([(key, str(side.reference), digest.short, place)])
     yield ""
     for title, is_tensor in (("tensors", True), ("files", False)):
-        yield f"{title}: " + ", ".join(_iter_counts(difference, is_tensor))
+        counts = ", ".join(_iter_counts(difference, is_tensor))
+        yield from format_sentence(f"{title}: {counts}")
     for title, fields in (("config", difference.config), ("annotations", difference.annotations)):
         if fields or title == "config":
             differ = "differs" if len(fields) == 1 else "differ"
             yield f"{title}: {format_count(len(fields), 'field')} {differ}"
     size, blobs = sum(difference.fetch.values()), format_count(len(difference.fetch), "blob")
     old, new = difference.a.reference, difference.b.reference
-    yield f"pulling {new} where {old} is present fetches {format_size(size)} in {blobs}"
+    fetched = f"{format_size(size)} in {blobs}"
+    yield from format_sentence(f"pulling {new} where {old} is present fetches {fetched}")
     sections = (
         ("changed", map(_format_change, difference.changed)),
         ("added", map(_format_layer, difference.added)),
@@ -85,31 +94,31 @@ def _iter_counts(difference: Difference, is_tensor: bool) -> Iterator[str]:
         yield f"{len(changes)} {kind} ({text})" if changes else f"0 {kind}"
 
 
-def _iter_section(title: str, lines: list[str], limit: int | None) -> Iterator[str]:
-    if not lines:
+def _iter_section(title: str, rows: list[tuple[str, ...]], limit: int | None) -> Iterator[str]:
+    if not rows:
         return
     yield ""
     yield f"{title}:"
-    for line in lines[:limit]:
+    for name, *cells in rows[:limit]:
         # Names may come from another tool.
-        yield f"  {' '.join(line.splitlines())}"
-    if limit is not None and len(lines) > limit:
-        yield f"  ... and {len(lines) - limit} more (--all lists them)"
+        yield from format_table([(f"  {' '.join(name.splitlines())}", *cells)])
+    if limit is not None and len(rows) > limit:
+        yield f"  ... and {len(rows) - limit} more (--all lists them)"
 
 
-def _format_layer(change: Change) -> str:
+def _format_layer(change: Change) -> tuple[str, ...]:
     bytes_ = format_size(change.after if change.b else change.before)
-    return "  ".join(filter(None, (change.name, _format_shape(change.b or change.a), bytes_)))
+    return change.name, *filter(None, (_format_shape(change.b or change.a), bytes_))
 
 
-def _format_change(change: Change) -> str:
+def _format_change(change: Change) -> tuple[str, ...]:
     """Format a change; a value that is equal on both sides is shown once."""
     shapes, sizes = (
         (_format_shape(change.a), _format_shape(change.b)),
         (format_size(change.before), format_size(change.after)),
     )
     pairs = (new if old == new else f"{old or '-'} -> {new or '-'}" for old, new in (shapes, sizes))
-    return "  ".join(filter(None, (change.name, *pairs)))
+    return change.name, *filter(None, pairs)
 
 
 def _format_shape(layer: Layer | None) -> str:
@@ -119,8 +128,8 @@ def _format_shape(layer: Layer | None) -> str:
     return f"{layer.dtype} {'x'.join(map(str, layer.shape or ()))}".strip()
 
 
-def _format_field(field: FieldChange) -> str:
-    return f"{'.'.join(field.path)}: {_format_value(field.a)} -> {_format_value(field.b)}"
+def _format_field(field: FieldChange) -> tuple[str, ...]:
+    return (f"{'.'.join(field.path)}: {_format_value(field.a)} -> {_format_value(field.b)}",)
 
 
 def _format_value(value: tuple[Any, ...]) -> str:

@@ -206,7 +206,11 @@ def format_status(status: _Json) -> list[str]:
         state = "draining" if worker["is_draining"] else "ready"
         done, models = str(worker["done"]), str(len(worker["models"]))
         rows.append((worker["id"], jobs, done, rate, models, loaded, state))
-    text = [*head, "", *format_table(rows)] if workers else [*head, "", "no worker is running"]
+    text = (
+        [*head, "", *format_table(rows, ("PER MIN", "DONE"))]
+        if workers
+        else [*head, "", "no worker is running"]
+    )
     left_out = [(rejected["worker"], rejected["reason"]) for rejected in status["left_out"]]
     if left_out:
         text += ["", *format_table([("LEFT OUT", "REASON"), *left_out])]

@@ -38,6 +38,8 @@ from clowder_aimage.oci import Descriptor
 
 _FILTERED = ("reference", "family", "type", "kind", "partial")
 _TITLES = ("NAME", "FAMILY", "TYPE", "SIZE", "CREATED", "DIGEST")
+# On narrow terminals these are left out first.
+_OPTIONAL = ("FAMILY", "CREATED", "TYPE")
 _UNITS = (
     *((365 * 86400, "year"), (30 * 86400, "month"), (7 * 86400, "week"), (86400, "day")),
     *((3600, "hour"), (60, "minute"), (1, "second")),
@@ -67,7 +69,7 @@ def _parse_filters(texts: Sequence[str]) -> dict[str, tuple[str, ...]]:
     callback=parse_with(_parse_filters),
     help=f"List only names of which a field matches: {', '.join(_FILTERED)}. May be repeated.",
 )
-@click.option("--no-trunc", is_flag=True, help="Show whole digests.")
+@click.option("--no-trunc", is_flag=True, help="Show whole names and digests.")
 @remote_option
 def ls(
     patterns: tuple[str, ...],
@@ -78,9 +80,9 @@ def ls(
     """List the names in the store, or those that match a PATTERN such as 'tiny*'.
 
     A PATTERN matches the name with its tag or without. Several filters of one field are
-    alternatives. CREATED is the recorded time of creation,
-    else that of the arrival in the store. With -q only names are printed. With --remote the names
-    in a worker's store are listed.
+    alternatives. CREATED is the recorded time of creation, else that of the arrival in the store.
+    With -q only names are printed. With --remote the names in a worker's store are listed. On a
+    terminal, long names are shortened, and a narrow one shows fewer columns.
     """
     entries = _iter_remote_rows() if remote else _iter_rows(get_settings().layout, patterns)
     rows = sorted(
@@ -95,7 +97,11 @@ def ls(
     if not is_quiet():
         timestamp = time.time()
         rows, lines = build_table(
-            _TITLES, rows, lambda row: _format_cells(row, timestamp, is_whole=no_trunc)
+            _TITLES,
+            rows,
+            lambda row: _format_cells(row, timestamp, is_whole=no_trunc),
+            _OPTIONAL,
+            is_whole=no_trunc,
         )
     if rows or not is_quiet() or wants_json():
         print_result(rows, lines)

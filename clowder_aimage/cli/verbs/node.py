@@ -22,6 +22,7 @@ from clowder_aimage.cli.console.option import (
 from clowder_aimage.cli.console.output import (
     clean_line,
     format_count,
+    format_fields,
     format_size,
     format_table,
     note,
@@ -145,13 +146,12 @@ def format_status(answer: _Json, time: datetime) -> list[str]:
         ("disk", _describe_disk(answer["disk"])),
         *_describe_neighbours(answer["neighbours"]),
     ]
-    width = max(len(name) for name, _ in facts)
-    head = [f"{name:<{width}}  {_format_line(text)}" for name, text in facts if text]
+    head = format_fields([(name, _format_line(text)) for name, text in facts if text])
     rows = sorted(_format_row(model, time) for model in answer["models"])
     if not rows:
         return [*head, "", "no models are specified"]
     titles = ("NAME", "DIGEST", "SOURCE", "CHANGED", "STATE")
-    return [*head, "", *format_table([titles, *rows])]
+    return [*head, "", *format_table([titles, *rows], ("SOURCE", "CHANGED"))]
 
 
 def _describe_node(answer: _Json, time: datetime) -> str:

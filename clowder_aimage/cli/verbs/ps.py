@@ -50,7 +50,10 @@ def ps() -> None:
 
     listed = describe_each(list_models(connect_worker(), "/api/ps"), _build_row, note_left_out)
     rows, lines = build_table(
-        ("NAME", "DIGEST", "SIZE", "DEVICE", "UNTIL", "ADAPTERS"), listed, format_cells
+        ("NAME", "DIGEST", "SIZE", "DEVICE", "UNTIL", "ADAPTERS"),
+        listed,
+        format_cells,
+        ("DIGEST", "DEVICE"),
     )
     print_result(
         [row | {"until": row["until"] and row["until"].isoformat()} for row in rows], lines

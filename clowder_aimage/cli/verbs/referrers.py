@@ -17,7 +17,6 @@ from clowder_aimage.cli.console.option import (
 from clowder_aimage.cli.console.output import (
     format_size,
     format_table,
-    is_too_wide,
     print_result,
     remark,
 )
@@ -44,16 +43,15 @@ def referrers(reference: Reference, artifact_type: str, recursive: bool) -> None
     entries = list_attached(reference, connection, artifact_type, is_recursive=recursive)
     rows = [entry.to_json(reference, has_subject=recursive) for entry in entries]
     if entries or get_settings().as_json:
-        lines = _format_table(entries, is_short=False)
-        print_result(rows, _format_table(entries, is_short=True) if is_too_wide(lines) else lines)
+        print_result(rows, _format_table(entries))
     else:
         remark(f"nothing is attached to {reference}")
 
 
-def _format_table(entries: Sequence[AttachedArtifact], *, is_short: bool) -> list[str]:
+def _format_table(entries: Sequence[AttachedArtifact]) -> list[str]:
     cells = [("DIGEST", "TYPE", "SIZE", "ANNOTATIONS")] + [
         (
-            "  " * level + (entry.digest.short if is_short else str(entry.digest)),
+            "  " * level + str(entry.digest),
             str(entry.extra.get("artifactType") or "?"),
             format_size(entry.size),
             format_cell(", ".join(f"{key}={text}" for key, text in entry.annotations.items())),

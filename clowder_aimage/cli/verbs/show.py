@@ -58,6 +58,8 @@ _PERMISSIONS = {
 }
 # properties of the config, above the size and below the number of parameters
 _KIND = ("family", "pipeline", "format", "name", "architecture")
+# the rows of properties whose names are those of other rows
+_TITLES = {"name": "title"}
 _MORE = (*("quantization", "context", "formatVersion"), *("license", "source", "created"))
 
 
@@ -141,7 +143,7 @@ def _format_aimage(
         ("name", str(reference)),
         ("digest", str(stored.descriptor.digest)),
         ("dialect", stored.dialect.name),
-        *((key, format_cell(str(config[key]))) for key in _KIND if key in config),
+        *((_TITLES.get(key, key), format_cell(str(config[key]))) for key in _KIND if key in config),
         ("size", format_size(total)),
     ]
     if completeness.missing:
