@@ -286,14 +286,16 @@ def command_line() -> str:
 
 def _options(context: Any) -> dict[str, list[tuple[str, str]]]:
     """Return the options with their texts, by the sections of the help."""
-    found: dict[str, list[tuple[str, str]]] = {"Options": []}
-    for param in context.command.get_params(context):
-        record = param.get_help_record(context)
-        # click keeps the option of the help from the first context, which may lack -h
-        is_help = "--help" in param.opts
-        if record is not None and param.param_type_name == "option" and not is_help:
-            found.setdefault(getattr(param, "section", "Options"), []).append(record)
-    return found
+    from clowder_aimage.cli.console.option import group_records
+
+    sections = group_records(context.command, context)
+    # -h is in each help
+    shown = {
+        title: [record for record in records if "--help" not in record[0]]
+        for title, records in sections.items()
+    }
+    shown.setdefault("Options", [])
+    return shown
 
 
 def _records(titles: tuple[str, str], rows: Iterable[tuple[str, str]]) -> str:

@@ -13,8 +13,10 @@ from typing import Any
 import click
 import pytest
 
-from clowder_aimage.cli.console import terminal_picture
+from clowder_aimage.cli.console import column, terminal_picture
+from clowder_aimage.cli.console.option import complete_path
 from clowder_aimage.cli.console.output import clean_text
+from clowder_aimage.cli.console.prompt_completion import completing, list_completions
 from clowder_aimage.cli.console.prompt_loop import keep_history, read_prompts
 from clowder_aimage.config.user_directory import resolve_history_file
 from clowder_aimage.errors import ModelError, UsageError
@@ -85,6 +87,64 @@ def test_set_changes_values_and_restores_defaults(
     }
 
 
+def test_set_alone_shows_the_values_in_columns(
+    typed: Typed, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(column, "get_width", lambda: 60)
+    typed("/set lora " + "x" * 200, "/set")
+    lines = capsys.readouterr().err.splitlines()[1:-1]
+    assert lines[0].split() == ["seeds", "1,5,9", "steps", "default"]
+    assert len(lines) == 3 and max(map(len, lines)) <= 60 and "seed 7" in lines[1]
+    typed("/help")
+    assert max(map(len, capsys.readouterr().err.splitlines())) <= 60
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("/s", ["/set ", "/show"]),
+        ("/set se", ["seeds ", "seed "]),
+        ("/set fit c", ["crop"]),
+        ("/set fit ", ["crop", "pad"]),
+        ("/set fine f", ["false"]),
+        ("/set image fo", ["fox.png", "foxes/"]),
+        ("/set image foxes/", ["foxes/a.png"]),
+        ("/set image missing/", []),
+        ("/set lora in", ["ink:v1"]),
+        ("/set nothing x", []),
+        ("a prompt of f", []),
+        ("", []),
+    ],
+)
+def test_tab_completes_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, words: list[str]
+) -> None:
+    (tmp_path / "foxes").mkdir()
+    for name in ("fox.png", "foxes/a.png", ".fox", "fo x.png"):
+        (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path)
+    lora = click.Option(["--lora"], multiple=True, shell_complete=lambda *_: ["ink:v1"])
+    options = OPTIONS | {
+        "fit": click.Option(["--fit"], type=click.Choice(["crop", "pad"])),
+        "fine": click.Option(["--fine"], is_flag=True),
+        "image": click.Option(["--image"], multiple=True, shell_complete=complete_path),
+        "lora": lora,
+    }
+    with click.Context(click.Command("run")):
+        assert list_completions(line, options, ["/set", "/show", "/bye"]) == words
+
+
+def test_readline_asks_for_completions_while_prompts_are_read() -> None:
+    readline = pytest.importorskip("readline")
+    before = readline.get_completer()
+    with completing(OPTIONS, ["/set"]):
+        complete = readline.get_completer()
+        # The buffer of readline is empty here.
+        assert complete is not before and complete("", 0) is None
+        assert readline.get_completer_delims() == " "
+    assert readline.get_completer() is before
+
+
 def test_again_repeats_the_last_prompt_and_open_shows_its_pictures(
     typed: Typed, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,6 +174,7 @@ def test_adapters_are_set_as_a_list(typed: Typed, capsys: pytest.CaptureFixture[
     [
         ("/set steps many", "invalid value for steps"),
         ("/set width 3", "unknown option width"),
+        ("/set stepps 3", "did you mean steps?"),
         ("/sing", "unknown command /sing"),
         ("/help", "/set NAME VALUE"),
         ("/again", "there is no prompt yet"),

@@ -173,41 +173,55 @@ _ELSEWHERE = {
 _ADDRESSES = ("--address", "--bind", "--host", "--listen", "--port")
 _ADDRESS_HINT = "--addr HOST:PORT sets the address and the port"
 
-# Sections of a help text, in order.
-_SECTIONS = ("Options", "Picture options", "Text options", "Registry options")
+# The section of a help text for options without one, and the last section.
+_SECTION, _LAST_SECTION = "Options", "Registry options"
 
 
 class _ConnectionOption(click.Option):
     """An option of connections to registries."""
 
-    section = "Registry options"
-
-
-class PictureOption(click.Option):
-    """An option for pictures that a picture begins with."""
-
-    section = "Picture options"
+    section = _LAST_SECTION
 
 
 class TextOption(click.Option):
     """An option of language models."""
 
-    section = "Text options"
+
+def in_section(title: str, *decorators: Callable[[Any], Any]) -> Callable[[_F], _F]:
+    """Return a decorator that adds options in a section of the help."""
+    add_all = options(*decorators)
+
+    def add(function: _F) -> _F:
+        present = {id(param) for param in getattr(function, "__click_params__", ())}
+        function = add_all(function)
+        for param in getattr(function, "__click_params__", ()):
+            if id(param) not in present:
+                param.section = title
+        return function
+
+    return add
+
+
+def group_records(command: click.Command, ctx: click.Context) -> dict[str, list[tuple[str, str]]]:
+    """Return the options with their texts, by the sections of the help in their order."""
+    sections: dict[str, list[tuple[str, str]]] = {}
+    for param in command.get_params(ctx):
+        record = param.get_help_record(ctx)
+        if record is not None and isinstance(param, click.Option):
+            sections.setdefault(getattr(param, "section", _SECTION), []).append(record)
+    for title in (_SECTION, _LAST_SECTION):
+        if title in sections:
+            sections[title] = sections.pop(title)
+    return sections
 
 
 class _Exemplified(click.Command):
     """A command with examples in its help, and its options in sections."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        sections: dict[str, list[tuple[str, str]]] = {name: [] for name in _SECTIONS}
-        for param in self.get_params(ctx):
-            record = param.get_help_record(ctx)
-            if record is not None and isinstance(param, click.Option):
-                sections[getattr(param, "section", _SECTIONS[0])].append(record)
-        for title, records in sections.items():
-            if records:
-                with formatter.section(title):
-                    formatter.write_dl(records)
+        for title, records in group_records(self, ctx).items():
+            with formatter.section(title):
+                formatter.write_dl(records)
         if isinstance(self, click.Group):
             self.format_commands(ctx, formatter)
 

@@ -13,9 +13,7 @@ from clowder_aimage.generation.parameter import Parameter, list_parameters
 from clowder_aimage.generation.seed import read_seed
 
 
-def parameter_options(
-    *owners: type, without: Collection[str] = (), section: type[click.Option] = click.Option
-) -> Callable[[Any], Any]:
+def parameter_options(*owners: type, without: Collection[str] = ()) -> Callable[[Any], Any]:
     """Return a decorator that adds options for parameters of dataclasses, ``without`` some."""
     selected = [
         parameter
@@ -23,23 +21,21 @@ def parameter_options(
         for parameter in list_parameters(owner)
         if parameter.name not in without
     ]
-    return options(*(_build_option(parameter, section) for parameter in selected))
+    return options(*map(_build_option, selected))
 
 
-def _build_option(parameter: Parameter, section: type[click.Option]) -> Callable[[Any], Any]:
+def _build_option(parameter: Parameter) -> Callable[[Any], Any]:
     name, words = parameter.name, parameter.words
     default = parameter.default_text
     text = f"{words.help} [default: {default}]" if default else words.help
     flag = "-n" if name == "n" else f"--{name.replace('_', '-')}"
     if parameter.type.kind is bool:
-        return click.option(flag, name, help=text, cls=section, is_flag=True, default=None)
+        return click.option(flag, name, help=text, is_flag=True, default=None)
     attributes: dict[str, Any] = {
         "metavar": _format_metavar(parameter),
         "shell_complete": _complete(parameter),
     }
-    return click.option(
-        flag, name, help=text, cls=section, type=build_reader(parameter), **attributes
-    )
+    return click.option(flag, name, help=text, type=build_reader(parameter), **attributes)
 
 
 def build_reader(parameter: Parameter) -> Callable[[Any], Any]:

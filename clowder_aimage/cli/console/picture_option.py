@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from clowder_aimage.cli.console.named_picture import format_picture_label, get_named_pictures
-from clowder_aimage.cli.console.option import PictureOption, options
+from clowder_aimage.cli.console.option import complete_name, complete_path, in_section
 from clowder_aimage.cli.console.output import note_once
 from clowder_aimage.cli.console.parameter_option import parameter_options
 from clowder_aimage.cli.console.stored_name import resolve_reference
@@ -23,33 +22,37 @@ if TYPE_CHECKING:
     from clowder_aimage.generation.request import GenerateRequest
 
 
-_option = partial(click.option, cls=PictureOption)
-picture_options = options(
-    _option(
+picture_options = in_section(
+    "Options for a picture to begin with",
+    click.option(
         "--image",
         metavar="SOURCE",
+        shell_complete=complete_path,
         multiple=True,
         help="Begin with this picture; or edit it, and up to 3 others, if the model does: a file, "
         "'-' (stdin), a data: or https: URL, or oci://HOST/REPO:TAG[#TITLE].",
     ),
-    _option(
+    click.option(
         "--mask",
         metavar="SOURCE",
+        shell_complete=complete_path,
         help="Paint only the white area of this picture; 'alpha': the transparent area of --image.",
     ),
-    parameter_options(ImageInput, without=("image", "mask", "references"), section=PictureOption),
-    _option(
+    parameter_options(ImageInput, without=("image", "mask", "references")),
+    click.option(
         "--control",
         metavar="SOURCE",
+        shell_complete=complete_path,
         help="Guide a ControlNet by this picture: edges, depth, a pose; sources as of --image.",
     ),
-    _option(
+    click.option(
         "--controlnet",
         type=resolve_reference,
         metavar="REF",
+        shell_complete=complete_name,
         help="The ControlNet that --control guides. [default: the model's own]",
     ),
-    parameter_options(Control, without=("control", "controlnet"), section=PictureOption),
+    parameter_options(Control, without=("control", "controlnet")),
 )
 
 

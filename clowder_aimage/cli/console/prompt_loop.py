@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import shlex
 import signal
 import sys
@@ -13,8 +14,10 @@ from typing import Any
 
 import click
 
+from clowder_aimage.cli.console import column
 from clowder_aimage.cli.console.interruption import interruption
-from clowder_aimage.cli.console.output import format_fields, note
+from clowder_aimage.cli.console.output import clean_line, note
+from clowder_aimage.cli.console.prompt_completion import completing
 from clowder_aimage.cli.console.remedy import format_advice
 from clowder_aimage.document.unicode_text import recode_file
 from clowder_aimage.errors import AImageError, UsageError
@@ -28,11 +31,13 @@ _HISTORY = 1000
 # Bytes of the file of the history.
 _MAX_HISTORY = 1 << 20
 _ENDS = ("/bye", "/exit", "/quit")
+_INDENT = 17  # columns of commands in the help
+_WIDTH = 80  # columns of an output that is not a terminal
 _COMMON = {
     '"""': 'begin a text of several lines, which ends with """',
     "/set NAME VALUE": "set an option: {names}",
     "/set NAME": "restore the default of an option",
-    "/show": "show the options",
+    "/set": "show the options (or /show)",
     "/help": "show this text",
     "/bye": "end (or Ctrl-D)",
 }
@@ -87,8 +92,9 @@ class PromptLoop:
 
     def run(self) -> None:
         """Read until the end of the input."""
-        note("type a prompt, or /help")
-        with keep_history():
+        note("type a prompt, or /help; Tab completes commands and options")
+        words = ["/set", "/show", "/help", *self.commands, *_ENDS]
+        with keep_history(), completing(self.options, words):
             while self._step():
                 pass
 
@@ -122,30 +128,38 @@ class PromptLoop:
             self.commands[word][1]()
         elif word == "/set" and arguments:
             self._set(arguments[0].lstrip("-"), arguments[1] if len(arguments) > 1 else None)
-        elif word == "/show" and not arguments:
-            rows = [
-                (name, _format_value(self.values, option)) for name, option in self.options.items()
-            ]
-            note("\n".join(format_fields(rows)))
-        elif word in ("/help", "/?", "/set"):
+        elif word in ("/set", "/show") and not arguments:
+            note("\n".join(self._format_values()))
+        elif word in ("/help", "/?"):
             note("\n".join([self.introduction, *self._format_help()]))
         else:
             raise UsageError(f"unknown command {word}", hint="/help lists the commands")
 
+    def _format_values(self) -> list[str]:
+        """Return the options with their values in columns."""
+        width = column.get_width() or _WIDTH
+        values = [
+            f"{name} {clean_line(_format_value(self.values, option))}"
+            for name, option in self.options.items()
+        ]
+        return column.fill([column.cut_middle(text, width // 2 - 2) for text in values], width)
+
     def _format_help(self) -> list[str]:
         loop_commands = {name: text for name, (text, _) in self.commands.items()}
-        names = ", ".join(self.options)
-        return [
-            f"{name:<16} {text.format(names=names)}"
-            for name, text in (loop_commands | _COMMON).items()
-        ]
+        names, width = ", ".join(self.options), column.get_width() or _WIDTH
+        lines: list[str] = []
+        for name, text in (loop_commands | _COMMON).items():
+            first, *others = column.wrap(text.format(names=names), width - _INDENT)
+            lines += [f"{name:<{_INDENT}}{first}", *(f"{'':{_INDENT}}{line}" for line in others)]
+        return lines
 
     def _set(self, name: str, text: str | None) -> None:
         """Set an option as on the command line. Raises UsageError."""
         option = self.options.get(name)
         if option is None:
-            listed = ", ".join(self.options)
-            raise UsageError(f"unknown option {name}", hint=f"expected one of: {listed}")
+            close = difflib.get_close_matches(name, self.options, n=1)
+            hint = f"did you mean {close[0]}?" if close else "/set alone lists the options"
+            raise UsageError(f"unknown option {name}", hint=hint)
         key = str(option.name)
         # Without a default, click has None or a sentinel of its own.
         if text is None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import click
 
-from clowder_aimage.cli.console.option import options, parse_with
+from clowder_aimage.cli.console.option import parse_with
 from clowder_aimage.errors import UsageError
 from clowder_aimage.generation.request import MAX_PICTURES
 from clowder_aimage.generation.seed import MAX_SEED
@@ -29,16 +29,14 @@ def _parse_seeds(text: str) -> tuple[int, ...]:
     return tuple(seeds)
 
 
-seed_options = options(
-    click.option(
-        "--seeds",
-        metavar="SEEDS",
-        callback=parse_with(_parse_seeds),
-        help="Generate a picture of each seed, such as 1..16 or 1,5,9.",
-    ),
-    click.option(
-        "--sheet", is_flag=True, help="Write a sheet of all pictures with their seeds, too."
-    ),
+seed_option = click.option(
+    "--seeds",
+    metavar="SEEDS",
+    callback=parse_with(_parse_seeds),
+    help="Generate a picture of each seed, such as 1..16 or 1,5,9.",
+)
+sheet_option = click.option(
+    "--sheet", is_flag=True, help="Write a sheet of all pictures with their seeds, too."
 )
 
 

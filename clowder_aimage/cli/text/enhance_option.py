@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from clowder_aimage.cli.console.option import options
+from clowder_aimage.cli.console.option import complete_name, in_section
 from clowder_aimage.cli.console.stored_name import resolve_reference
 from clowder_aimage.document.unicode_text import recode_file
 from clowder_aimage.errors import NotFoundError, UsageError
@@ -18,7 +18,8 @@ from clowder_aimage.oci import Reference
 # Options that a worker serves too.
 ENHANCING = ("enhance", "enhancer", "instruction")
 
-enhance_options = options(
+enhance_options = in_section(
+    "Prompt options",
     click.option(
         "--enhance",
         is_flag=True,
@@ -29,6 +30,7 @@ enhance_options = options(
         "--enhancer",
         type=resolve_reference,
         metavar="REF",
+        shell_complete=complete_name,
         help="The language model of --enhance, which it implies. [env: AIMAGE_ENHANCER]",
     ),
     click.option(

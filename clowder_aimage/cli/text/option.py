@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from clowder_aimage.cli.console.option import TextOption, options
+from clowder_aimage.cli.console.option import TextOption, complete_path, in_section
 from clowder_aimage.document.unicode_text import recode_file
 from clowder_aimage.errors import FormatError, NotFoundError, UsageError
 from clowder_aimage.model.text.language_model import Sampling, TextRequest
@@ -23,7 +23,8 @@ _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")
 TEXT_SETTABLE = ("system", "max_tokens", *_SAMPLING, "stop", "think", "schema")
 
 _option = partial(click.option, cls=TextOption)
-text_options = options(
+text_options = in_section(
+    "Text options",
     _option("--system", metavar="TEXT", help="Instructions for the model."),
     _option(
         "--max-tokens", type=click.IntRange(1), metavar="N", help="End the answer after N tokens."
@@ -54,6 +55,7 @@ text_options = options(
     _option(
         "--schema",
         metavar="FILE",
+        shell_complete=complete_path,
         help="The answer is JSON that this schema allows (GGUF models only);"
         " 'json' allows any JSON object.",
     ),

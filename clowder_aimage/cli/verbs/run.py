@@ -17,6 +17,7 @@ from clowder_aimage.cli.console.named_picture import check_stdin
 from clowder_aimage.cli.console.option import (
     connection_options,
     get_settings,
+    in_section,
     needs,
     parse_reference,
     parse_with,
@@ -36,7 +37,7 @@ from clowder_aimage.cli.console.prompt_loop import (
     read_prompts,
 )
 from clowder_aimage.cli.console.pushed_picture import check_push
-from clowder_aimage.cli.console.seed_option import seed_options
+from clowder_aimage.cli.console.seed_option import seed_option, sheet_option
 from clowder_aimage.cli.console.stored_name import pack_path, resolve_model_or_path, stored_argument
 from clowder_aimage.cli.text.enhance_option import ENHANCING, enhance_options, is_enhanced
 from clowder_aimage.cli.text.option import TEXT_SETTABLE, build_text_request, text_options
@@ -52,6 +53,7 @@ from clowder_aimage.cli.worker.picture_order import SETTABLE, PictureOrder, orde
 from clowder_aimage.cli.worker.text_order import TextOrder
 from clowder_aimage.content.unit import parse_size
 from clowder_aimage.errors import UsageError
+from clowder_aimage.generation.parameter import list_parameters
 from clowder_aimage.generation.request import GenerateRequest, Guidance, LoraUse, Output, Sampling
 from clowder_aimage.model.adapter_source import OWN
 from clowder_aimage.model.library_choice import AUTO, BACKENDS, TorchTuning
@@ -64,6 +66,9 @@ if TYPE_CHECKING:
 
 # Options that a worker serves too.
 _SERVED = (*SETTABLE, *ENHANCING, *TEXT_SETTABLE, "push", "local", "yes")
+# Parameters of the sampling that are used every day, and the others.
+_COMMON = ("steps", "seed")
+_RARE = tuple({parameter.name for parameter in list_parameters(Sampling)} - {*_COMMON})
 
 
 def _parse_precision(text: str) -> str:
@@ -91,69 +96,86 @@ def _parse_sides(text: str) -> tuple[int, int]:
 @verb
 @stored_argument("model", parse=resolve_model_or_path)
 @click.argument("words", metavar="[PROMPT...]", nargs=-1)
-@click.option(
-    "--size",
-    metavar="WxH",
-    callback=parse_with(_parse_sides),
-    help="Width and height, such as 1024x768.",
+@in_section(
+    "Picture options",
+    click.option(
+        "--size",
+        metavar="WxH",
+        callback=parse_with(_parse_sides),
+        help="Width and height, such as 1024x768.",
+    ),
+    parameter_options(Output, without=("previews",)),
+    parameter_options(Sampling, without=_RARE),
+    seed_option,
+    parameter_options(Guidance),
+    parameter_options(Sampling, without=_COMMON),
 )
-@parameter_options(Sampling)
-@seed_options
-@parameter_options(Guidance)
 @picture_options
-@lora_options
-@click.option("--trigger", is_flag=True, help="Add the trigger words of adapters to the prompt.")
-@click.option(
-    "--backend",
-    type=click.Choice(BACKENDS),
-    default=AUTO,
-    help="Library to compute with. [default: auto, by what is installed and the GPU]",
+@in_section(
+    "Adapter options",
+    lora_options,
+    click.option(
+        "--trigger", is_flag=True, help="Add the trigger words of adapters to the prompt."
+    ),
 )
-@torch_options
-@click.option(
-    "--dtype", help="Type to compute in: float32 (f32) or bfloat16 (bf16). [default: by device]"
-)
-@parameter_options(Output, without=("previews",))
-@click.option(
-    "-o",
-    "--output",
-    type=click.Path(),
-    help="A file (.png, .jpg, .webp), a directory (DIR/ is made), or - for stdout."
-    " [default: ./PROMPT-SEED.png]",
-)
-@click.option(
-    "--push",
-    metavar="HOST/REPO:TAG",
-    callback=parse_with(parse_reference),
-    help="Push the pictures too, as an artifact whose subject is the model.",
-)
-@click.option(
-    "--open/--no-open", "show", default=None, help="Open the picture in a viewer. [macOS: open]"
-)
-@click.option(
-    "--show/--no-show",
-    "inline",
-    default=None,
-    help="Draw the picture in the terminal. [default: if it can]",
-)
-@click.option(
-    "--memory",
-    metavar="SIZE",
-    callback=parse_with(parse_size),
-    help="Memory for this process, such as 12GiB. [default: from the machine]",
-)
-@click.option(
-    "--first",
-    "precision",
-    metavar="TYPE",
-    callback=parse_with(_parse_precision),
-    help="Use a smaller variant of REF, such as int4, if the store lacks REF.",
-)
-@click.option("--local", is_flag=True, help="Generate in this process, not in a worker.")
-@remote_option
-@yes_option
 @enhance_options
 @text_options
+@in_section(
+    "Output options",
+    click.option(
+        "-o",
+        "--output",
+        type=click.Path(),
+        help="A file (.png, .jpg, .webp), a directory (DIR/ is made), or - for stdout."
+        " [default: ./PROMPT-SEED.png]",
+    ),
+    sheet_option,
+    click.option(
+        "--show/--no-show",
+        "inline",
+        default=None,
+        help="Draw the picture in the terminal. [default: if it can]",
+    ),
+    click.option(
+        "--open/--no-open", "show", default=None, help="Open the picture in a viewer. [macOS: open]"
+    ),
+    click.option(
+        "--push",
+        metavar="HOST/REPO:TAG",
+        callback=parse_with(parse_reference),
+        help="Push the pictures too, as an artifact whose subject is the model.",
+    ),
+)
+@in_section(
+    "Where it runs",
+    click.option("--local", is_flag=True, help="Generate in this process, not in a worker."),
+    remote_option,
+    yes_option,
+    click.option(
+        "--memory",
+        metavar="SIZE",
+        callback=parse_with(parse_size),
+        help="Memory for this process, such as 12GiB. [default: from the machine]",
+    ),
+    click.option(
+        "--first",
+        "precision",
+        metavar="TYPE",
+        callback=parse_with(_parse_precision),
+        help="Use a smaller variant of REF, such as int4, if the store lacks REF.",
+    ),
+    click.option(
+        "--backend",
+        type=click.Choice(BACKENDS),
+        default=AUTO,
+        help="Library to compute with. [default: auto, by what is installed and the GPU]",
+    ),
+    click.option(
+        "--dtype",
+        help="Type to compute in: float32 (f32) or bfloat16 (bf16). [default: by device]",
+    ),
+    torch_options,
+)
 @connection_options
 def run(
     model: Reference | Path,
