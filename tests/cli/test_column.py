@@ -123,7 +123,7 @@ def test_a_pipe_has_everything() -> None:
 def test_the_width_is_that_of_the_terminal(
     monkeypatch: pytest.MonkeyPatch, columns: int, width: int
 ) -> None:
-    monkeypatch.setattr(column.sys.stdout, "isatty", lambda: True)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     monkeypatch.setattr(shutil, "get_terminal_size", lambda: terminal_size((columns, 24)))
     assert column.get_width() == width
 

@@ -18,10 +18,10 @@ _DIGEST = re.compile(r"(@|(?<![\w+.-]))sha256:([0-9a-f]{12})[0-9a-f]{52}(?![0-9a
 
 def get_width() -> int | None:
     """Return the columns of the terminal that stdout is; None for a file or a pipe."""
-    import shutil
-
     if not sys.stdout.isatty():
         return None
+    import shutil
+
     return max(MIN_WIDTH, shutil.get_terminal_size().columns)
 
 

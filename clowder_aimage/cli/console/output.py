@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TextIO, cast
 
 import click
 
-from clowder_aimage.cli.console import column
 from clowder_aimage.errors import NoSpaceError, StoreError, UsageError, describe_each
 
 if TYPE_CHECKING:
@@ -245,6 +244,8 @@ def format_table(
     columns with ``optional`` titles are left out in this order, and the widest cells lose their
     middle.
     """
+    from clowder_aimage.cli.console import column
+
     rows = [[clean_line(cell) for cell in row] for row in rows]
     width = None if is_whole else column.get_width()
     return column.align(rows if width is None else column.fit(rows, width, optional))
@@ -278,6 +279,8 @@ def note_left_out(row: object, error: Exception) -> None:
 
 def format_fields(pairs: Sequence[tuple[str, str]]) -> list[str]:
     """Format names and values as lines; on a terminal the values are wrapped between words."""
+    from clowder_aimage.cli.console import column
+
     width, terminal = max(11, *(len(name) for name, _ in pairs)), column.get_width()
     lines: list[str] = []
     for name, value in pairs:
@@ -292,11 +295,15 @@ def format_fields(pairs: Sequence[tuple[str, str]]) -> list[str]:
 
 def format_sentence(text: str) -> list[str]:
     """Return a sentence as one line; on a terminal it is wrapped between words."""
+    from clowder_aimage.cli.console import column
+
     terminal = column.get_width()
     return [text] if terminal is None else column.wrap(clean_line(text), terminal)
 
 
 def _wrap_value(text: str, width: int) -> list[str]:
+    from clowder_aimage.cli.console import column
+
     is_wide = column.measure(text) > width
     return column.wrap(column.shorten_digests(text), width) if is_wide else [text]
 

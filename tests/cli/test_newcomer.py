@@ -1,0 +1,85 @@
+"""Lines that newcomers type, and the answers that they need."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from clowder_aimage.cli import main
+from tests.process import Aimage
+from tests.store import copy_store
+
+# A line of a token file with a colon, as of a user in a file of passwords.
+TOKEN = "infer:abc-infer-token-0123456789"
+
+
+@dataclass(frozen=True)
+class Typed:
+    """A command line, its exit code, and words of its output and of its messages."""
+
+    words: str
+    code: int = 0
+    out: tuple[str, ...] = ()
+    err: tuple[str, ...] = ()
+
+
+LINES = [
+    Typed("", out=("aimage run shapes two red circles", "'aimage --help' lists all verbs")),
+    Typed("--help", out=("Models:", "Registries:", "Exit codes: 0 done")),
+    Typed("run --help", out=("Picture options:", "Adapter options:", "Where it runs:")),
+    Typed("cat x", 2, err=("unknown verb 'cat'", "'aimage manifest fetch' prints a manifest")),
+    Typed("doctor --help", out=("Check this installation",)),
+    Typed("pull tiny", 2, err=("tiny:latest has no registry host",)),
+    Typed("run z-image-turbo x", 3, err=("z-image-turbo", "not found")),
+    Typed("ls --format '{{name}}'", out=("long/name:v1\nx:latest\n",)),
+    Typed("ls --format {{nmae}}", 2, err=("'nmae' is undefined", "the fields of the result are")),
+    Typed("ls --format {{type}}", out=("BF16\nBF16\n",)),
+    Typed("du --format {{manifests[0].name}}", out=("x:latest",)),
+    Typed("-v ls -q", out=("long/name:v1\nx:latest\n",)),
+    Typed("ls -v -q", out=("long/name:v1\nx:latest\n",)),
+    Typed("-q -v --json ls", out=('"reference": "x:latest"',)),
+    Typed("show x", out=("name        x:latest", "digest      sha256:")),
+    Typed("-v show x", out=("name        x:latest",)),
+    Typed("rm missing", 3, err=("missing:latest",)),
+    Typed("delete x", 2, err=("to remove it from the store: aimage rm x",)),
+    Typed("delete 127.0.0.1:1/x:v1 --yes", 1, err=("cannot reach 127.0.0.1:1",)),
+    Typed("run x a --steps 0", 2, err=("steps must be a whole number from 1 to 1000, not 0",)),
+    Typed("run x a --size 100x100", 2, err=("width must be a multiple of 16",)),
+    Typed("serve --port 80", 2, err=("--addr HOST:PORT sets the address and the port",)),
+    Typed("registry serve --token-file tokens", 2, err=("a space separates", "'read TOKEN'")),
+]
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory, tiny_store: Path) -> Aimage:
+    """Return a store with a model under two names, and a file of tokens beside it."""
+    home = tmp_path_factory.mktemp("newcomer")
+    here = Aimage(home, home / "store")
+    copy_store(tiny_store, here.store)
+    here("tag", "x", "long/name:v1", "-q")
+    (home / "tokens").write_text(f"{TOKEN}\n")
+    (home / "tokens").chmod(0o600)
+    return here
+
+
+@pytest.mark.parametrize("typed", LINES, ids=lambda typed: typed.words or "aimage")
+def test_a_newcomer_is_answered(store: Aimage, typed: Typed) -> None:
+    done = store(*typed.words.replace("'", "").split(), code=typed.code)
+    for text, words in ((done.out, typed.out), (done.err, typed.err)):
+        assert [word for word in words if word not in text] == []
+
+
+def test_the_first_lines_fit_a_terminal(store: Aimage) -> None:
+    lines = store().out.splitlines()
+    assert len(lines) <= 15 and max(map(len, lines)) <= 80
+    assert all(name in main.VERBS for name in main._FIRST_VERBS)
+
+
+def test_each_option_of_run_is_in_one_section(store: Aimage) -> None:
+    sections = store("run", "--help").out.partition("Picture options:")[2].split("\n\n")
+    names = [line.split()[0] for text in sections for line in text.split("\n") if "  -" in line[:4]]
+    assert len(names) == len(set(names)) > 50
+    assert sections[-1].startswith("Registry options:") and sections[-2].startswith("Options:")
+    assert len(sections[-2].splitlines()) < 12
