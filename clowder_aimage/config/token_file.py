@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import stat
 from collections.abc import Collection
 from pathlib import Path
@@ -16,7 +15,6 @@ WORKER_SCOPES = (ADMIN, INFER, NODE)
 REGISTRY_SCOPES = (READ, WRITE, ADMIN)
 MIN_TOKEN = 16  # characters
 _ALL = {*WORKER_SCOPES, *REGISTRY_SCOPES}
-_log = logging.getLogger("aimage.http")
 
 
 def read_tokens(path: Path, scopes: Collection[str] = WORKER_SCOPES) -> dict[str, str]:
@@ -81,7 +79,10 @@ def _describe_format(scopes: Collection[str]) -> str:
 def _read_lines(path: Path) -> list[str]:
     try:
         if path.stat().st_mode & stat.S_IROTH:
-            _log.warning("all users can read the file of tokens", extra={"path": str(path)})
+            import logging
+
+            log = logging.getLogger("aimage.http")
+            log.warning("all users can read the file of tokens", extra={"path": str(path)})
         return recode_file(path.read_bytes()).decode("utf-8").splitlines()
     except (OSError, ValueError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or "it is not text"
