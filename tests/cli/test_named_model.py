@@ -11,9 +11,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from clowder_aimage import Store
 from clowder_aimage.cli.create import named_model
+from clowder_aimage.client.short_name import obtain
 from clowder_aimage.config.name_index import read_index
 from clowder_aimage.engine import machine
+from clowder_aimage.errors import NotFoundError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import read_aimage
 from clowder_aimage.oci import Reference
@@ -332,3 +335,26 @@ def test_an_incomplete_download_is_resumed(here: Aimage, hub: Hub) -> None:
     done = here("pull", "small", "-y")
     assert "fetching Org/Small: 1 file, 4 B" in done.err
     assert done.line == digest and hub.fetched() <= {"b.txt"}
+
+
+# -- Python
+
+
+def test_python_obtains_a_model_without_a_question(
+    here: Aimage, hub: Hub, pushed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed = f"- {{name: packed, reference: '{pushed}'}}\n      - {{name: large"
+    write_names(here, LISTED.replace("- {name: large", packed))
+    for name, value in here.env().items():
+        monkeypatch.setenv(name, value)
+    store = Store(here.store)
+    digest = obtain("small:packed", store=store)
+    assert digest == here("resolve", pushed).line and hub.requests == []
+    # A variant in the store serves the bare name.
+    assert obtain("small", store=store) == digest
+    other = obtain("small:little", store=store)
+    assert {"small:packed", "small:little"} <= set(names(here))
+    hub.requests.clear()
+    assert obtain("small:little", store=store) == other and hub.requests == []
+    with pytest.raises(NotFoundError, match="neither in the store nor a short name"):
+        obtain("smal", store=store)

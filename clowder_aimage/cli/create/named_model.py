@@ -6,12 +6,10 @@ import contextlib
 import shlex
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import click
 
-from clowder_aimage import __version__
 from clowder_aimage.cli.console.option import get_settings
 from clowder_aimage.cli.console.output import (
     META,
@@ -28,22 +26,12 @@ from clowder_aimage.oci import Descriptor, Reference
 
 if TYPE_CHECKING:
     from clowder_aimage.config.name_index import NamedModel, NameIndex, Variant
+    from clowder_aimage.config.variant_offer import Offer
     from clowder_aimage.registry import ClientOptions
 
 # Options whose values are not repeated in a message.
 _SECRETS = ("-p", "--password", "-H", "--header")
 _UNKNOWN = "unknown"
-
-
-@dataclass(frozen=True, slots=True)
-class Offer:
-    """A model of the index for a name that the store lacks, and the variant that is chosen."""
-
-    reference: Reference
-    model: NamedModel
-    variant: Variant
-    fits: bool | None
-    memory: int | None
 
 
 def find_named(
@@ -83,10 +71,9 @@ def find_named(
 
 def is_stored(reference: Reference) -> bool:
     """Return True if the store has a name."""
-    with contextlib.suppress(NotFoundError):
-        get_settings().layout.resolve(reference)
-        return True
-    return False
+    from clowder_aimage.config.variant_offer import is_stored
+
+    return is_stored(get_settings().layout, reference)
 
 
 def _is_in_registry(reference: Reference, options: ClientOptions) -> bool:
@@ -119,61 +106,13 @@ def _suggest(reference: Reference, index: NameIndex, *, is_pull: bool) -> None:
         )
 
 
-def find_stored_variant(reference: Reference, model: NamedModel) -> Reference | None:
-    """Return the first variant of a model that the store has under its own name, or None."""
-    names = (replace(reference, tag=variant.name) for variant in model.variants)
-    return next((name for name in names if is_stored(name)), None)
-
-
 def make_offer(reference: Reference, model: NamedModel, connection: ClientOptions) -> Offer:
-    """Choose the variant that fits into the free memory; unknown sizes are asked for.
-
-    Raises as ``find_model`` and ``pull``.
-    """
-    from clowder_aimage.config.name_index import choose
+    """Choose the variant that fits into the free memory. Raises as ``variant_offer.make_offer``."""
+    from clowder_aimage.config import variant_offer
     from clowder_aimage.engine import machine
 
-    model = replace(model, variants=_measure(model, connection))
     memory = machine.read_available_memory() or machine.read_memory_limit()
-    choice = choose(model.variants, memory)
-    return Offer(reference, model, choice.variant, choice.fits, memory)
-
-
-def _measure(model: NamedModel, connection: ClientOptions) -> tuple[Variant, ...]:
-    """Return the variants with the bytes to download."""
-    from_hub = [variant for variant in model.variants if variant.reference is None]
-    download = _measure_hub(model, from_hub) if from_hub else None
-    return tuple(
-        _measure_packed(variant, connection)
-        if variant.reference is not None
-        else replace(variant, download=variant.download if download is None else download)
-        for variant in model.variants
-    )
-
-
-def _measure_hub(model: NamedModel, variants: list[Variant]) -> int | None:
-    """Return the bytes that the cache of the hub lacks; None if the index has them."""
-    from clowder_aimage.importer.hub_model import HubName, plan_fetch
-    from clowder_aimage.importer.model_source import ModelForm
-
-    asks_hub = any(variant.download is None for variant in variants)
-    name = HubName(model.hub, model.revision)
-    plan = plan_fetch(name, ModelForm(), __version__, asks_hub=asks_hub)
-    return None if plan is None else plan.size
-
-
-def _measure_packed(variant: Variant, connection: ClientOptions) -> Variant:
-    """Return a variant with the sizes that the manifest in the registry states."""
-    from clowder_aimage.pull import PullOptions, pull
-
-    if variant.reference is None or (variant.download is not None and variant.size is not None):
-        return variant
-    layout = get_settings().layout
-    reference = connection.expand(variant.reference)
-    plan = pull(reference, layout, connection, PullOptions(is_dry_run=True)).plan
-    missing = sum(layout.compute_missing_size(blob) for blob in plan.list_missing(layout))
-    size = sum(blob.size for blob in plan.blobs)
-    return replace(variant, download=missing, size=variant.size or size)
+    return variant_offer.make_offer(get_settings().layout, reference, model, connection, memory)
 
 
 def show_offer(offer: Offer) -> None:
@@ -283,15 +222,12 @@ def fetch(offer: Offer, connection: ClientOptions) -> Descriptor:
 
 
 def _pull(source: Reference, name: Reference, connection: ClientOptions) -> Descriptor:
-    from clowder_aimage.pull import PullOptions, pull
+    from clowder_aimage.config.variant_offer import pull_as
 
-    layout = get_settings().layout
     with Progress("pulling", source) as progress:
-        pulled = pull(source, layout, connection, PullOptions(on_event=progress.on_event))
+        layout = get_settings().layout
+        descriptor = pull_as(layout, source, name, connection, progress.on_event)
     progress.summarize("pulled")
-    with layout.keep():
-        descriptor = layout.resolve(pulled.name)
-        layout.tag(descriptor, name)
     remark(f"{source} is {name} in the store")
     return descriptor
 
@@ -310,7 +246,9 @@ def obtain(
     connect = get_settings().build_client_options
     if is_stored(reference) or (model := find_named(reference, connect)) is None:
         return reference
-    if stored := find_stored_variant(reference, model):
+    from clowder_aimage.config.variant_offer import find_stored_variant
+
+    if stored := find_stored_variant(get_settings().layout, reference, model):
         remark(f"{stored} in the store is used")
         return stored
     check(model)
