@@ -85,6 +85,8 @@ def test_texts_are_embedded(model: Model) -> None:
     assert model.embed(["a", "bb"]) == [(1.0, 0.5), (2.0, 0.5)]
     assert model.embed("abc", prompt="query") == [(3.0, 0.5)]
     assert asyncio.run(model.aembed("a")) == [(1.0, 0.5)]
+    with pytest.warns(RuntimeWarning, match="1 of 2 texts were cut"):
+        model.embed(["cut", "a"])
 
 
 @pytest.mark.parametrize(

@@ -13,13 +13,14 @@ from clowder_aimage.client.picture import Picture
 from clowder_aimage.client.picture_order import PictureOrder
 from clowder_aimage.client.progress import Progress, ProgressCounter, count_progress
 from clowder_aimage.client.registry import Name, Registry, connect, to_reference
-from clowder_aimage.client.session import Session
+from clowder_aimage.client.session import Session, warn
 from clowder_aimage.client.store import Store, open_layout
 from clowder_aimage.client.transfer import create_finder
 from clowder_aimage.client.work_thread import IsCancelled, WorkThreads, check_cancelled
 from clowder_aimage.content.copy_option import CopyEvent
 from clowder_aimage.errors import UsageError
 from clowder_aimage.generation.request import GenerateRequest
+from clowder_aimage.model.text.language_model import Embeddings, join_embeddings
 from clowder_aimage.oci import Reference
 
 if TYPE_CHECKING:
@@ -137,11 +138,13 @@ class Model(Session):
     def _embed(
         self, request: EmbeddingRequest, is_cancelled: IsCancelled
     ) -> list[tuple[float, ...]]:
-        vectors = list[tuple[float, ...]]()
+        model, parts = self._get_language_model(), list[Embeddings]()
         for batch in request.iter_batches():
             check_cancelled(is_cancelled)
-            vectors += self._get_language_model().embed(batch).vectors
-        return vectors
+            parts.append(model.embed(batch))
+        joined = join_embeddings(parts)
+        warn(joined.list_warnings())
+        return list(joined.vectors)
 
     def _get_language_model(self) -> LanguageModel:
         if isinstance(self._loaded, _ImageModel):

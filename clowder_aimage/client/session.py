@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Unpack
 
 from clowder_aimage.client.answer import (
@@ -123,6 +124,8 @@ class Session(ABC):
     ) -> list[tuple[float, ...]]:
         """Return the embeddings of texts, of unit length; ``prompt`` names one of the model's.
 
+        Warns (RuntimeWarning) of texts that are too long, and were cut.
+
         Raises:
             UsageError: The model computes no embeddings, or has no such prompt.
         """
@@ -160,3 +163,9 @@ class Session(ABC):
         self, request: EmbeddingRequest, is_cancelled: IsCancelled
     ) -> list[tuple[float, ...]]:
         """Return embeddings; called in a work thread."""
+
+
+def warn(sentences: Iterable[str]) -> None:
+    """Warn of each sentence once. The stack is that of a work thread."""
+    for sentence in dict.fromkeys(sentences):
+        warnings.warn(sentence, RuntimeWarning, stacklevel=2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from contextlib import closing
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,7 @@ from clowder_aimage.client.picture import Picture, PictureFile
 from clowder_aimage.client.picture_order import PictureOrder
 from clowder_aimage.client.progress import ProgressCounter
 from clowder_aimage.client.registry import Name, to_reference
-from clowder_aimage.client.session import Session
+from clowder_aimage.client.session import Session, warn
 from clowder_aimage.client.store import open_layout
 from clowder_aimage.client.work_thread import IsCancelled, WorkThreads, check_cancelled
 from clowder_aimage.config.user_directory import (
@@ -98,9 +97,7 @@ class Worker(Session):
             made = parse_picture(value, seed, "png")
             pictures.append(PictureFile(made.data, seed, made.facts))
         stated = {text for picture in pictures for text in picture.facts.get("warnings", ())}
-        for sentence in dict.fromkeys(sentences):
-            if sentence not in stated:
-                warnings.warn(sentence, RuntimeWarning, stacklevel=2)
+        warn(sentence for sentence in sentences if sentence not in stated)
         return pictures
 
     def _answer(
@@ -111,7 +108,10 @@ class Worker(Session):
         return replace(answer, warnings=tuple(dict.fromkeys(sentences)))
 
     def _embed(self, request: EmbeddingRequest, _: IsCancelled) -> list[tuple[float, ...]]:
-        return list(self._open_model([]).embed(request).vectors)
+        sentences = list[str]()
+        vectors = self._open_model(sentences).embed(request).vectors
+        warn(sentences)
+        return list(vectors)
 
     def _open_model(self, sentences: list[str]) -> RemoteModel:
         """Return the model; its warnings are added to ``sentences``."""

@@ -31,6 +31,7 @@ def there(worker: LocalWorker) -> PythonWorker:
     return PythonWorker(worker.url, model="tiny")
 
 
+@pytest.mark.integration
 def test_a_worker_generates_the_pictures_of_a_model(there: PythonWorker, model: Model) -> None:
     seen, here = list[tuple[int, int]](), list[tuple[int, int]]()
     sent = there.generate("a fox", n=2, **SMALL, progress=lambda *it: seen.append(it))
@@ -42,6 +43,7 @@ def test_a_worker_generates_the_pictures_of_a_model(there: PythonWorker, model: 
         assert remote.encode() == local.encode()
 
 
+@pytest.mark.integration
 def test_a_worker_is_sent_pictures(there: PythonWorker, model: Model) -> None:
     mask = np.zeros((48, 32), bool)
     mask[:24] = True
@@ -50,6 +52,7 @@ def test_a_worker_is_sent_pictures(there: PythonWorker, model: Model) -> None:
     assert (remote.pixels == local.pixels).all()
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     "options",
     [
@@ -73,6 +76,7 @@ def test_a_worker_has_the_errors_of_a_model(
     assert type(errors[0]) is type(errors[1]) and errors[0].message == errors[1].message
 
 
+@pytest.mark.integration
 def test_a_worker_serves_several_tasks(there: PythonWorker) -> None:
     async def draw() -> list[int]:
         calls = [there.agenerate("x", size="32x32", steps=1, seed=seed) for seed in range(3)]
@@ -81,6 +85,7 @@ def test_a_worker_serves_several_tasks(there: PythonWorker) -> None:
     assert asyncio.run(draw()) == [0, 1, 2]
 
 
+@pytest.mark.integration
 def test_what_a_worker_lacks(worker: LocalWorker, there: PythonWorker) -> None:
     with pytest.raises(NotFoundError, match="none"):
         PythonWorker(worker.url, model="none").generate("x")
@@ -104,15 +109,15 @@ def test_answers_and_embeddings_of_a_worker() -> None:
         piece(choices=[], usage={"prompt_tokens": 3, "completion_tokens": 4}),
     ]
     headers = {"Content-Type": "text/event-stream", "X-Aimage-Warning": "no effort"}
-    script = iter(
-        [Says(text, 200, headers), says({"data": [{"embedding": [1, 0.5]}]}), Says(text[:2])]
-    )
+    vectors = {"data": [{"embedding": [1, 0.5]}], "warnings": ["cut"]}
+    script = iter([Says(text, 200, headers), says(vectors), Says(text[:2])])
     with ScriptedWorker(lambda _: next(script)).running() as scripted:
         there, pieces = PythonWorker(scripted.host, token="secret"), list[str]()
         answer = there.chat("x", temperature=0, on_text=pieces.append)
         assert (answer.text, answer.thinking, answer.tokens) == ("a fox", "hm", 4)
         assert pieces == ["a ", "fox"] and answer.warnings == ("no effort",)
-        assert there.embed("x") == [(1.0, 0.5)]
+        with pytest.warns(RuntimeWarning, match="cut"):
+            assert there.embed("x") == [(1.0, 0.5)]
         with pytest.raises(NetworkError, match="before the answer was complete"):
             there.chat("x")
         body = scripted.asked[0].value
