@@ -177,7 +177,9 @@ def _parse(text: str, file: str, origin: str, *, is_checked: bool = True) -> dic
             name: _build_model(name, entry, origin, lines, file) for name, entry in models.items()
         }
     except FormatError as error:
-        raise UsageError(f"cannot use {error.message}", remedy="validate_file", file=file) from None
+        raise UsageError(
+            f"cannot use {error.message}", remedy="validate_names", file=file
+        ) from None
 
 
 def _check(document: object, lines: Lines, file: str) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from clowder_aimage import Store
 from clowder_aimage.cli.create import named_model
+from clowder_aimage.cli.verbs import run
 from clowder_aimage.client.short_name import obtain
 from clowder_aimage.config.name_index import read_index
 from clowder_aimage.engine import machine
@@ -250,6 +251,14 @@ def test_the_list_of_the_package_is_valid_and_documented(
         assert f"| `{name}` | {listed} |" in page
 
 
+def test_a_worker_that_has_the_name_precedes_the_index(
+    here: Aimage, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "find_default_worker", lambda _: (None, True))
+    assert "not found in the store" in here("run", "small", "x", "-y", code=3).err
+    assert hub.requests == []
+
+
 @pytest.mark.parametrize(
     ("text", "fault"),
     [
@@ -296,6 +305,18 @@ def test_names_of_a_registry_are_added_and_replace_none(
     assert "hf://Tongyi-MAI/Z-Image-Turbo" in done.err
     assert "names.shared" in here("config", "show").out
     assert hub.requests == []
+
+
+def test_the_default_registry_precedes_the_names_of_the_package(
+    here: Aimage, pushed: str, repository: str, hub: Hub
+) -> None:
+    there = here("copy", pushed, f"{repository}/z-image-turbo:latest", "-q").line
+    configuration = {"registries": {"default": repository}}
+    write_names(here, json.dumps(configuration), "config.json")
+    assert here("pull", "z-image-turbo", "-q").line == there
+    assert names(here) == ["z-image-turbo:latest"]
+    # What the user lists precedes it.
+    assert f"hf://{REPOSITORY}" in here("pull", "small", "--dry-run").err
 
 
 def test_a_variant_of_a_registry_is_pulled_and_the_hub_not_asked(

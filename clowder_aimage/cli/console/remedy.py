@@ -135,7 +135,7 @@ REMEDIES = {
     "export AIMAGE_TRUSTED_REALMS={realms}",
     "use_encoder": "the text encoder of Z-Image or FLUX.2 [klein] can be used as one: "
     "aimage create NAME --enhancer --from {model}",
-    "validate_file": "to list all its faults: aimage validate {file}",
+    "validate_names": "to list all its faults: aimage validate --schema names {file}",
     "whole_files": "{other}; or pack all files as they are, with --whole-files",
     "whole_weights": "name a model whose last layer is whole with --weights: a directory or an "
     "AImage of Qwen3-4B, or an AImage of FLUX.2 [klein] 4B",
