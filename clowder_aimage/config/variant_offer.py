@@ -1,4 +1,4 @@
-"""What a short name offers: its variants with the bytes to download, and the one that fits."""
+"""The offer for a short name: variants with the bytes to download, and the one that fits."""
 
 from __future__ import annotations
 

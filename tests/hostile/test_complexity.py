@@ -619,6 +619,7 @@ COVERED = {
     "formats/prequantized.py": "a single number",
     **dict.fromkeys(
         (
+            "config/name_index.py",
             "layout/description.py",
             "layout/metadata.py",
             "layout/repository_record.py",
