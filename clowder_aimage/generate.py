@@ -69,20 +69,32 @@ class RunnableModel:
         library: ArrayLibrary = self.pipeline.library
         return library
 
+    def check(self, request: GenerateRequest) -> None:
+        """Reject a request that the model cannot fulfil, before its weights are read.
+
+        These are sizes, parameters of other families, long prompts, wrong masks, and adapters and
+        ControlNets of other models. Raises UsageError, FormatError, and as ``generate``.
+        """
+        with self._use_adapters(request):
+            self._check(request)
+
     def preload(self, request: GenerateRequest) -> str:
         """Load the weights that can stay in memory for such requests; return them in words.
 
-        Raises ModelError, and UsageError for a wrong mask.
+        Raises ModelError, and as ``check``.
         """
         with self._use_adapters(request):
-            # The mask is checked now, and opened again by generate.
-            if self.pictures and request.input.mask is not None:
-                # The picture may be stored later.
-                with suppress(NotFoundError):
-                    picture = self.pictures.open(request)
-                    prepared = picture.inputs if isinstance(picture, PreparedPicture) else None
-                    self.pipeline.check(request, prepared)
+            self._check(request)
             return self.pipeline.preload(request)
+
+    def _check(self, request: GenerateRequest) -> None:
+        prepared = None
+        if self.pictures and request.input.mask is not None:
+            # The picture may be stored later. It is opened again by generate.
+            with suppress(NotFoundError):
+                picture = self.pictures.open(request)
+                prepared = picture.inputs if isinstance(picture, PreparedPicture) else None
+        self.pipeline.check(request, prepared)
 
     def generate(self, request: GenerateRequest) -> Generator[PipelineEvent, None, None]:
         """Yield steps, previews and pictures; closing the generator cancels.

@@ -107,7 +107,6 @@ class LocalImageModel:
     def _load(
         self, fetched: FetchedModel, request: GenerateRequest, is_last: bool
     ) -> RunnableModel:
-        fetched.say_loading()
         pictures = get_named_pictures()
         # A wrong mask is refused before a load.
         pictures.keep(request.input.image, request.input.mask, *request.input.references)

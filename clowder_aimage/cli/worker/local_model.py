@@ -133,7 +133,8 @@ def load_model(
     # Each tile uses all networks.
     is_last = is_last and not request.input.upscale
     model.pipeline.set_memory(BY_MEMORY, memory or total, total, limit=memory, is_last=is_last)
-    model.pipeline.check(request)
+    model.check(request)
+    fetched.say_loading()
     plan = model.preload(request)
     if is_verbose():
         note(f"memory: {plan}")
