@@ -50,6 +50,7 @@ GROUPS = {
         "tags": ("tags", "List the tags of a repository in a registry."),
         "attach": ("attach", "Attach files to an artifact in a registry."),
         "referrers": ("referrers", "List the artifacts attached to an artifact."),
+        "adapters": ("adapters", "List the adapters of a model."),
         "repo": ("repo", "List the repositories of a registry."),
         "manifest": ("manifest", "Fetch or push a manifest."),
         "blob": ("blob", "Fetch a blob."),

@@ -1,4 +1,4 @@
-"""What needs no weights is refused before a model is loaded."""
+"""Requests that need no weights to be refused are refused before a model is loaded."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from clowder_aimage import __version__
+from clowder_aimage.cli.console.base_repository import advise_repository
 from clowder_aimage.cli.console.option import get_settings, parse_annotation
 from clowder_aimage.cli.console.output import format_count, format_size, note, remark
 from clowder_aimage.cli.console.progress import Progress, build_callbacks
@@ -85,6 +86,8 @@ def pack_files(reference: Reference, path: str, options: FileOptions) -> None:
     """Pack the model at ``path`` and print the result. Raises as ``create``."""
     packed, directory = pack(reference, path, options)
     print_packed(reference, packed, options.recipe)
+    if options.base is not None:
+        advise_repository(reference, is_pushed=False)
     from clowder_aimage.model.stored_ability import find_ability
 
     ability = find_ability(get_settings().layout, packed.descriptor.digest, packed.aimage)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from clowder_aimage.cli.console.base_repository import advise_repository
 from clowder_aimage.cli.console.example import NAME, examples
 from clowder_aimage.cli.console.option import (
     get_settings,
@@ -90,4 +91,5 @@ def _push(
             on_remembered=on_remembered,
         )
     progress.summarize("pushed")
+    advise_repository(reference, is_pushed=True)
     print_result({"reference": str(reference), **to_plain(descriptor)}, str(descriptor.digest))
