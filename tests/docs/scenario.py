@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from tests.docs.document import ROOT, Command, Document
-from tests.docs.shell import environment, placed, run_all
+from tests.docs.shell import DIRECTORY, environment, placed, run_all
 from tests.docs.test_docs_commands import first_missing, registries
 
 TUTORIAL = Document(ROOT / "docs/tutorial.md")
@@ -49,7 +49,8 @@ def follow(heading: str, prefix: Path, package: Path) -> str | None:
         whole = Document(TUTORIAL.path)
         places = stack.enter_context(registries(whole, home / "registries"))
         variables = environment(home) | {
-            "PATH": f"{prefix / 'bin'}{os.pathsep}{os.environ['PATH']}"
+            "PATH": f"{prefix / 'bin'}{os.pathsep}{os.environ['PATH']}",
+            DIRECTORY: str(prefix / "bin"),
         }
         steps = [placed(command, places) for command in typed]
         install = (

@@ -21,6 +21,8 @@ from tests.process import spawn
 from tests.real_registry import PASSWORD
 
 PROGRAM = Path(sys.executable).with_name("aimage")
+# The variable with another directory of the program, for servers
+DIRECTORY = "PROGRAM_DIRECTORY"
 TIMEOUT = 400  # seconds for a document, on a busy machine under coverage
 WORKER = ":11434"  # the address of a worker in documents, and the default
 NODE = ":8050"  # the same for a node
@@ -140,7 +142,8 @@ def _step(command: Command, answer: Path) -> str:
     """
     if (found := _SERVER.match(command.text)) is None:
         return _STEP.format(text=command.text, answer=answer)
-    text = f"{command.text[: found.start(1)]}exec {PROGRAM.parent}/{command.text[found.start(1) :]}"
+    program = f"${{{DIRECTORY}:-{PROGRAM.parent}}}/{command.text[found.start(1) :]}"
+    text = f"{command.text[: found.start(1)]}exec {program}"
     return _START.format(text=text.rstrip().removesuffix("&"), answer=answer)
 
 
