@@ -38,6 +38,7 @@ _MAX_REPLY = 16 << 20
 _MAX_ERROR = 64 << 10
 _CHUNK = 1 << 20
 _JSON = "application/json"
+COMMENT = "comment"
 # The last event of OpenAI's streams of texts
 _DONE = b"[DONE]"
 # An unreachable machine is detected after a minute, however long a picture takes
@@ -161,8 +162,8 @@ class WorkerClient:
         """Yield the type and JSON data of server-sent events as they arrive; else as ``lines``.
 
         The first event is ``open`` with the header fields of the reply in lower case, with a
-        line for each repeated one. Source: HTML Living Standard, 9.2.6 "Interpreting an event
-        stream".
+        line for each repeated one. A COMMENT is sent while nothing happens, so that a request that
+        waits can be cancelled. Source: HTML Living Standard, 9.2.6 "Interpreting an event stream".
         """
         with self._request("POST", path, json.dumps(body).encode(), _SILENCE) as response:
             names = {name.lower() for name, _ in response.getheaders()}
@@ -177,6 +178,8 @@ class WorkerClient:
                     yield kind, self._parse_object(b"\n".join(data))
                 if not line:
                     kind, data = "message", []
+                elif not name:
+                    yield COMMENT, {}
                 elif name == b"event":
                     kind = text.decode("ascii", "replace")
                 elif name == b"data":

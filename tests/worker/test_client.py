@@ -307,6 +307,7 @@ def test_server_sent_events_are_parsed_per_the_standard() -> None:
             (kind, headers), *others = WorkerClient(worker.host).iter_events("/", {})
             assert (kind, headers["x-name"]) == ("open", "value")
             assert others == [
+                ("comment", {}),
                 ("progress", {"step": 1}),
                 ("message", {"a": 2}),
                 ("done", {"x": "y: z"}),

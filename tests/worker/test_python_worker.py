@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -146,22 +147,30 @@ def test_warnings_of_a_worker_are_warnings() -> None:
     assert len(caught) == 1 and (picture.pixels == IMAGE).all()
 
 
-def test_a_cancelled_task_ends_the_request_of_a_worker() -> None:
-    left = event("progress", {"step": 1, "total": 2})
+@pytest.mark.parametrize(
+    ("repeated", "is_text"),
+    [(event("progress", {"step": 1, "total": 2}), False), (b":\n\n", False), (b":\n\n", True)],
+)
+def test_a_cancelled_task_ends_the_request_of_a_worker(repeated: bytes, is_text: bool) -> None:
+    """Also one that waits, for which only comments arrive."""
+    loop = asyncio.new_event_loop()
+    begun = asyncio.Event()
 
-    def steps() -> Iterator[bytes]:
-        while True:
-            yield left
+    def script(_: object) -> Says:
+        loop.call_soon_threadsafe(begun.set)
+        return Says(itertools.repeat(repeated))
 
     async def cancel(there: PythonWorker) -> None:
-        begun, loop = asyncio.Event(), asyncio.get_running_loop()
-        note: Any = lambda *_: loop.call_soon_threadsafe(begun.set)  # noqa: E731
-        task = asyncio.create_task(there.agenerate("x", progress=note))
+        task = loop.create_task(begin(there))
         await begun.wait()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
 
-    with ScriptedWorker(lambda _: Says(steps())).running() as scripted:
-        asyncio.run(cancel(PythonWorker(scripted.host)))
+    async def begin(there: PythonWorker) -> object:
+        return await (there.achat("x") if is_text else there.agenerate("x"))
+
+    with ScriptedWorker(script).running() as scripted:
+        loop.run_until_complete(cancel(PythonWorker(scripted.host)))
         assert scripted.left.wait(30)
+    loop.close()

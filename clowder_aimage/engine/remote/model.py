@@ -13,11 +13,12 @@ from clowder_aimage.engine.remote.chat_completion import (
     parse_end,
 )
 from clowder_aimage.engine.remote.embedding import build_embedding_fields, parse_embeddings
-from clowder_aimage.engine.worker_client import WorkerClient
+from clowder_aimage.engine.worker_client import COMMENT, WorkerClient
 from clowder_aimage.errors import NetworkError, NotFoundError
 from clowder_aimage.model.text.language_model import (
     EmbeddingRequest,
     Embeddings,
+    TextDelta,
     TextEnd,
     TextEvent,
     TextRequest,
@@ -46,7 +47,10 @@ class RemoteModel:
     def iter_picture(
         self, fields: Mapping[str, Any]
     ) -> Generator[tuple[str, Mapping[str, Any]], None, None]:
-        """Yield the events of a picture: ``open``, ``pull``, ``progress``, and last ``done``."""
+        """Yield the events of a picture: ``open``, ``pull``, ``progress``, and last ``done``.
+
+        A COMMENT may come between them.
+        """
         with closing(self._iter_events("/v1/images/generations", fields)) as events:
             for kind, value in events:
                 if kind == "done":
@@ -63,7 +67,9 @@ class RemoteModel:
         events = self._iter_events("/v1/chat/completions", build_completion_fields(request))
         with closing(events):
             for kind, value in events:
-                if kind != "open":
+                if kind == COMMENT:
+                    yield TextDelta("")
+                elif kind != "open":
                     yield from iter_pieces(value)
                     end = parse_end(end, value)
         if not end.reason:
