@@ -560,6 +560,8 @@ class Registries(Target):
                 ["resolve", name],
                 ["show", "--remote", name],
                 ["referrers", name],
+                ["adapters", name],
+                ["show", "--remote", "--card", name],
             ),
             *(["repo", "ls", self._registry.host], ["pull", name], ["copy", name, "other"]),
         )
