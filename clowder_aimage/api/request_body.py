@@ -397,6 +397,14 @@ def check_fields(
         raise _convert_error(error) from None
 
 
+# Words of pydantic, and those of this program.
+_PLAIN = {
+    " after validation": "",
+    "be greater than or equal to": "be at least",
+    "be less than or equal to": "be at most",
+}
+
+
 def _convert_error(error: ValidationError) -> ApiError:
     """Return the response to the first malformed field. Its value is not repeated."""
     details: Any = error.errors(include_url=False)[0]
@@ -407,7 +415,8 @@ def _convert_error(error: ValidationError) -> ApiError:
     if kind == "extra_forbidden":
         return build_field_error(param, "is not supported", "unknown_parameter")
     message = re.sub(r"^(Input|String|List) should ", "must ", details["msg"])
-    message = message.replace(" after validation", "")
+    for words, plain in _PLAIN.items():
+        message = message.replace(words, plain)
     is_literal = kind == "literal_error" and not isinstance(details["input"], str)
     is_type = kind.endswith("_type") or is_literal
     return build_field_error(

@@ -75,6 +75,14 @@ export function fixed(value) {
   return new Intl.NumberFormat(language.value, { minimumFractionDigits: 2, maximumFractionDigits: 2 }).format(value);
 }
 
+/** Return a number such as "3.9M", of the worker, as it is written in the language: "3,9 Mio." in German. */
+export function amount(text) {
+  const [, digits, unit] = /^([0-9.]+)([KMB]?)$/.exec(text) ?? [];
+  if (!digits) return text;
+  const value = Number(digits) * { '': 1, K: 1e3, M: 1e6, B: 1e9 }[unit];
+  return new Intl.NumberFormat(language.value, { notation: 'compact', maximumFractionDigits: 2 }).format(value);
+}
+
 /** Return a number of bytes in a unit of 1000, such as "7.9 MB". */
 export function bytes(value) {
   const units = ['B', 'kB', 'MB', 'GB', 'TB'];

@@ -2,7 +2,7 @@
 
 import { html } from './html.js';
 import { Field } from './controls.js';
-import { bytes, t } from './lang.js';
+import { amount, bytes, t } from './lang.js';
 import { label } from './parameter_control.js';
 import { change, chosen, loaded, makesPictures, models } from './state.js';
 
@@ -12,7 +12,7 @@ const isLoaded = (model) => loaded.value.some((one) => one.digest === model.dige
 function facts(model) {
   const found = [];
   if (model.size) found.push(bytes(model.size));
-  if (model.details?.parameter_size) found.push(t('make.parameters', { n: model.details.parameter_size }));
+  if (model.details?.parameter_size) found.push(t('make.parameters', { n: amount(model.details.parameter_size) }));
   if (model.details?.quantization_level) found.push(model.details.quantization_level);
   found.push(t(isLoaded(model) ? 'make.loaded' : 'make.not-loaded'));
   return found;

@@ -152,6 +152,8 @@ def test_errors_of_the_worker_are_in_the_language(open_page: OpenPage, watch: Wa
         "import('/page/lang.js').then(({ worded }) => [worded('overloaded', 'the queue is full'),"
         " worded('name_taken', '$& exists'), worded(null, 'something else')])"
     )
+    amounts = "import('/page/lang.js').then(({ amount }) => ['3.9M', '6B', '?'].map(amount))"
+    assert page.evaluate(amounts) == ["3,9\N{NO-BREAK SPACE}Mio.", "6\N{NO-BREAK SPACE}Mrd.", "?"]
     assert said == [
         "Die Warteschlange ist voll.",
         "Diesen Namen gibt es schon ($& exists).",

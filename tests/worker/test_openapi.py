@@ -163,7 +163,7 @@ def test_null_is_an_absent_field() -> None:
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("/v1/batches?limit=0", "limit must be greater than or equal to 1"),
+        ("/v1/batches?limit=0", "limit must be at least 1"),
         ("/v1/batches?limit=many", "limit must be a valid integer, unable to parse string as an"),
         ("/v1/batches?limit=1&limit=2", "limit must be there once only"),
         ("/v1/files?order=up", "order must be 'asc' or 'desc'"),

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from clowder_aimage.cli.console.option import jobs_option, options
+from clowder_aimage.cli.console.option import in_section, jobs_option, options
 from clowder_aimage.cli.console.parameter_option import build_reader
 from clowder_aimage.cli.console.stored_name import resolve_reference
 from clowder_aimage.cli.create.model_files import FileOptions, FormOptions, ProvenanceOptions
@@ -30,7 +30,8 @@ class StoredOptions:
     weights: str | None
 
 
-_recipe_options = options(
+_recipe_options = in_section(
+    "Options for the weights",
     click.option(
         "--dtype",
         metavar="TYPE",
@@ -61,127 +62,136 @@ def _default_option(name: str, metavar: str) -> Callable[[Any], Any]:
 
 
 _create_options = options(
-    click.option(
-        "--from-ollama",
-        "ollama",
-        metavar="DIR",
-        type=click.Path(path_type=Path),
-        help="Add the model PATH (such as llama3.2:1b) of ollama's store DIR, with hard links.",
+    in_section(
+        "Options for the files",
+        click.option(
+            "--from-ollama",
+            "ollama",
+            metavar="DIR",
+            type=click.Path(path_type=Path),
+            help="Add the model PATH (such as llama3.2:1b) of ollama's store DIR, with hard links.",
+        ),
+        click.option(
+            "--format",
+            "format_",
+            type=click.Choice(FORMATS),
+            metavar="FORMAT",
+            help=f"One of {', '.join(FORMATS)}. [default: detected]",
+        ),
+        click.option(
+            "--whole-files",
+            is_flag=True,
+            help="Pack any file or directory as it is, with a layer for each file.",
+        ),
+        click.option(
+            "--variant",
+            default="",
+            metavar="NAME",
+            help="Variant of a diffusers pipeline's weights, such as fp16. [default: none]",
+        ),
+        click.option(
+            "--compress",
+            type=click.Choice(mediatype.COMPRESSIONS),
+            help="Compress whole files. The gain for weights is small.",
+        ),
+        click.option(
+            "--adapter",
+            "adapters",
+            multiple=True,
+            metavar="[NAME=]PATH",
+            help="Pack a LoRA adapter with the model. May be repeated.",
+        ),
+        click.option(
+            "--base",
+            type=resolve_reference,
+            metavar="REF",
+            help="The base model of an adapter or a ControlNet: an AImage in the store.",
+        ),
+        click.option(
+            "--like",
+            type=resolve_reference,
+            metavar="REF",
+            help="An AImage in the store that has what files of ComfyUI, MLX or mflux lack: tokenizer, "
+            "configs, other components.",
+        ),
     ),
-    click.option(
-        "--format",
-        "format_",
-        type=click.Choice(FORMATS),
-        metavar="FORMAT",
-        help=f"One of {', '.join(FORMATS)}. [default: detected]",
+    in_section(
+        "Options for a model in the store",
+        click.option(
+            "--from",
+            "from_",
+            type=resolve_reference,
+            metavar="REF",
+            help="Name the model REF in the store NAME, with the adapters of --lora; "
+            "nothing is copied.",
+        ),
+        click.option(
+            "--lora",
+            "loras",
+            multiple=True,
+            metavar="REF|FILE[:STRENGTH]",
+            help="An adapter that NAME uses by default. May be repeated.",
+        ),
+        click.option(
+            "--enhancer",
+            is_flag=True,
+            help="Name the text encoder of --from NAME, as a language model; its blobs are shared.",
+        ),
+        click.option(
+            "--weights",
+            metavar="PATH|REF",
+            help="With --enhancer: a model with the same text encoder, for tensors that differ.",
+        ),
     ),
-    click.option(
-        "--whole-files",
-        is_flag=True,
-        help="Pack any file or directory as it is, with a layer for each file.",
-    ),
-    click.option(
-        "--variant",
-        default="",
-        metavar="NAME",
-        help="Variant of a diffusers pipeline's weights, such as fp16. [default: none]",
-    ),
-    click.option(
-        "--compress",
-        type=click.Choice(mediatype.COMPRESSIONS),
-        help="Compress whole files. The gain for weights is small.",
-    ),
-    click.option(
-        "--adapter",
-        "adapters",
-        multiple=True,
-        metavar="[NAME=]PATH",
-        help="Pack a LoRA adapter with the model. May be repeated.",
-    ),
-    click.option(
-        "--base",
-        type=resolve_reference,
-        metavar="REF",
-        help="The base model of an adapter or a ControlNet: an AImage in the store.",
-    ),
-    click.option(
-        "--like",
-        type=resolve_reference,
-        metavar="REF",
-        help="An AImage in the store that has what files of ComfyUI, MLX or mflux lack: tokenizer, "
-        "configs, other components.",
-    ),
-    click.option(
-        "--from",
-        "from_",
-        type=resolve_reference,
-        metavar="REF",
-        help="Name the model REF in the store NAME, with the adapters of --lora; "
-        "nothing is copied.",
-    ),
-    click.option(
-        "--lora",
-        "loras",
-        multiple=True,
-        metavar="REF|FILE[:STRENGTH]",
-        help="An adapter that NAME uses by default. May be repeated.",
-    ),
-    click.option(
-        "--enhancer",
-        is_flag=True,
-        help="Name the text encoder of --from NAME, as a language model; its blobs are shared.",
-    ),
-    click.option(
-        "--weights",
-        metavar="PATH|REF",
-        help="With --enhancer: a model with the same text encoder, for tensors that differ.",
-    ),
-    click.option(
-        "--layer",
-        "layers",
-        multiple=True,
-        metavar="TYPE=FILE",
-        help="Add a file as a layer of any media type. May be repeated.",
-    ),
-    click.option(
-        "--dialect",
-        type=click.Choice(["clowder", "ollama", "modelpack", "container"]),
-        default="clowder",
-        show_default=True,
-        help="Dialect of the manifest.",
-    ),
-    click.option(
-        "--manifest-type",
-        type=click.Choice(["oci", "custom"]),
-        default="oci",
-        show_default=True,
-        help="Media type of the manifest; registries reject the custom one.",
-    ),
-    click.option(
-        "--license", "license_", metavar="SPDX", help="License. [default: the model card's]"
-    ),
-    click.option("--source", metavar="URL", help="URL that the model came from."),
-    click.option(
-        "--created",
-        metavar="TIME",
-        help="Creation time (RFC 3339). [default: none; env: SOURCE_DATE_EPOCH, in seconds]",
-    ),
-    click.option(
-        "--annotation",
-        "annotations",
-        multiple=True,
-        metavar="KEY=VALUE",
-        help="Annotate the manifest, which changes its digest. May be repeated.",
-    ),
-    _default_option("steps", "N"),
-    _default_option("guidance", "W"),
-    click.option(
-        "--digest",
-        "algorithm",
-        type=click.Choice(["sha256", "sha512"]),
-        default="sha256",
-        show_default=True,
-        help="Algorithm for the digests of the layers and the config.",
+    in_section(
+        "Manifest options",
+        click.option(
+            "--layer",
+            "layers",
+            multiple=True,
+            metavar="TYPE=FILE",
+            help="Add a file as a layer of any media type. May be repeated.",
+        ),
+        click.option(
+            "--dialect",
+            type=click.Choice(["clowder", "ollama", "modelpack", "container"]),
+            default="clowder",
+            show_default=True,
+            help="Dialect of the manifest.",
+        ),
+        click.option(
+            "--manifest-type",
+            type=click.Choice(["oci", "custom"]),
+            default="oci",
+            show_default=True,
+            help="Media type of the manifest; registries reject the custom one.",
+        ),
+        click.option(
+            "--license", "license_", metavar="SPDX", help="License. [default: the model card's]"
+        ),
+        click.option("--source", metavar="URL", help="URL that the model came from."),
+        click.option(
+            "--created",
+            metavar="TIME",
+            help="Creation time (RFC 3339). [default: none; env: SOURCE_DATE_EPOCH, in seconds]",
+        ),
+        click.option(
+            "--annotation",
+            "annotations",
+            multiple=True,
+            metavar="KEY=VALUE",
+            help="Annotate the manifest, which changes its digest. May be repeated.",
+        ),
+        _default_option("steps", "N"),
+        _default_option("guidance", "W"),
+        click.option(
+            "--digest",
+            "algorithm",
+            type=click.Choice(["sha256", "sha512"]),
+            default="sha256",
+            show_default=True,
+            help="Algorithm for the digests of the layers and the config.",
+        ),
     ),
 )
 

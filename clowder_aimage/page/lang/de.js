@@ -556,8 +556,8 @@ export const errors = {
   },
   forms: [
     [/ (must not be empty|is required)$/, 'Dieses Feld darf nicht leer sein.'],
-    [/ must be less than or equal to ([0-9.]+)$/, 'Höchstens $1 ist möglich.'],
-    [/ must be greater than or equal to ([0-9.]+)$/, 'Mindestens $1 ist nötig.'],
+    [/ must be at most ([0-9.]+)$/, 'Höchstens $1 ist möglich.'],
+    [/ must be at least ([0-9.]+)$/, 'Mindestens $1 ist nötig.'],
     [/ must be a whole number from (\S+) to ([^ ,]+).*$/, 'Möglich sind ganze Zahlen von $1 bis $2.'],
     [/ must be a number from (\S+) to ([^ ,]+).*$/, 'Möglich sind Zahlen von $1 bis $2.'],
     [/ must be a number above (\S+), up to ([^ ,]+).*$/, 'Möglich sind Zahlen über $1, bis $2.'],
