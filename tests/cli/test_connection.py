@@ -86,8 +86,8 @@ def test_a_trusted_realm_is_a_host_or_a_url(realm: str, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["-u", "ann"], "needed together: add --password-stdin"),
-        (["-p", "x"], "needed together: add --username"),
+        (["-u", "ann"], "require each other: add --password-stdin"),
+        (["-p", "x"], "require each other: add --username"),
         (["-u", "ann", "-p", "x", "--password-stdin"], "--password cannot be combined"),
         (["-H", "nonsense"], "use NAME: VALUE"),
         (["-H", "a b: c"], "use NAME: VALUE"),

@@ -99,7 +99,7 @@ def test_replay_names_an_image_that_is_missing(drawn: tuple[Aimage, Path]) -> No
         (("--seeds", "a"), "expected seeds such as 1..16"),
         (("--seeds", "1..9999"), "more than 1024 seeds"),
         (("--seeds", "1,18446744073709551616"), "from 0 to 2^64 - 1"),
-        (("--seeds", "1..2", "-o", "-"), "stdout takes one picture"),
+        (("--seeds", "1..2", "-o", "-"), "-o - writes one picture"),
         (("--seeds", "1", "--sheet", "-o", "-"), "--sheet cannot be combined with -o -"),
     ],
 )

@@ -77,7 +77,7 @@ def _encode_basic_auth(username: str | None, password: str | None) -> str | None
         return None
     if not username or not password:
         missing = "--password-stdin" if username else "--username"
-        raise UsageError(f"a user's name and a password are needed together: add {missing}")
+        raise UsageError(f"a username and a password require each other: add {missing}")
     from clowder_aimage.registry.docker_config import encode_basic
 
     return encode_basic(username, password)

@@ -103,7 +103,7 @@ def resolve_nats_servers(servers: str | None) -> str:
     servers = servers or os.environ.get("AIMAGE_NATS")
     if not servers:
         hint = "name one with --nats nats://HOST, or in AIMAGE_NATS"
-        raise UsageError("no NATS server was named", hint=hint)
+        raise UsageError("no NATS server is set", hint=hint)
     return servers
 
 
@@ -121,7 +121,7 @@ def check_one_key(output: Path | None, public: str | None) -> None:
     """Raise UsageError unless a key is to be made, or was made elsewhere."""
     if (output is None) == (public is None):
         hint = "--output FILE writes a new key, --public U... takes one that was made elsewhere"
-        raise UsageError("one of --output and --public is needed", hint=hint)
+        raise UsageError("either --output or --public is required", hint=hint)
 
 
 def open_authority(chosen: Mapping[str, Any], root_file: Path | None) -> KeyAuthority:

@@ -31,7 +31,7 @@ lora_options = options(
         multiple=True,
         metavar="REF|FILE[:STRENGTH]",
         shell_complete=complete_name,
-        help="Use this adapter (LoRA), such as style:v1:0.8. May be repeated.",
+        help="Use this adapter (LoRA) with a strength, such as style:v1:0.8. May be repeated.",
     ),
     click.option(
         "--lora-dir",

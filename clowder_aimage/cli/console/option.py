@@ -54,16 +54,16 @@ def options(*decorators: Callable[[Any], Any]) -> Callable[[_F], _F]:
 device_option = click.option(
     "--device",
     metavar="NAME",
-    help="Device (torch): cpu, cuda, cuda:1, mps. [default: the first GPU, else cpu]",
+    help="Device for PyTorch: cpu, cuda, cuda:1 or mps. [default: the first GPU, else cpu]",
 )
 torch_options = options(
     click.option(
-        "--compile", is_flag=True, default=None, help="Compile layers when they run first (torch)."
+        "--compile", is_flag=True, default=None, help="Compile layers on their first use (PyTorch)."
     ),
     click.option(
         "--attention",
         metavar="NAME",
-        help="Attention backend (torch), such as flash or sage. [default: native]",
+        help="Attention backend for PyTorch, such as flash or sage. [default: native]",
     ),
     device_option,
 )
@@ -120,7 +120,7 @@ _shared_options = options(
         expose_value=False,
         help="Print the result by this Jinja template, such as '{{ digest }}'; json is --json.",
     ),
-    _add_shared("-q", "--quiet", is_flag=True, help="Suppress progress on stderr."),
+    _add_shared("-q", "--quiet", is_flag=True, help="Print no progress on stderr."),
 )
 
 verbose_option = _add_shared(
@@ -307,7 +307,11 @@ daemon_connection_options = options(
     _add_connection(
         "--plain-http", is_flag=True, help="Use HTTP instead of HTTPS. [default for loopback hosts]"
     ),
-    _add_connection("--insecure", is_flag=True, help="Do not verify the registry's certificate."),
+    _add_connection(
+        "--insecure",
+        is_flag=True,
+        help="Accept any TLS certificate of the registry; the connection can be intercepted.",
+    ),
     _add_connection("--ca-file", type=_pem_file, help="Trust the certificates in this PEM file."),
 )
 
@@ -332,21 +336,25 @@ login_connection_options = options(
         "headers",
         multiple=True,
         metavar="'NAME: VALUE'",
-        help="Send this header with each request.",
+        help="Send this header with each request. May be repeated.",
     ),
     _add_connection(
         "--resolve",
         multiple=True,
         metavar="HOST:PORT:ADDRESS",
-        help="Connect to ADDRESS instead of HOST:PORT.",
+        help="Connect to ADDRESS when HOST:PORT is requested. May be repeated.",
     ),
     verbose_option,
 )
 
 connection_options = options(
-    _add_connection("-u", "--username", help="Username, instead of the stored credentials."),
     _add_connection(
-        "-p", "--password", help="The password. Other users of this machine can see it."
+        "-u", "--username", help="Log in with this username instead of the stored credentials."
+    ),
+    _add_connection(
+        "-p",
+        "--password",
+        help="The password; other users of this machine can see it, so prefer --password-stdin.",
     ),
     _add_connection("--password-stdin", is_flag=True, help="Read the password from stdin."),
     login_connection_options,

@@ -59,7 +59,7 @@ class PictureOutput:
         """Reject a place that cannot be written, before pictures are generated."""
         if self.is_stdout:
             if count > 1:
-                raise UsageError(f"stdout takes one picture, not {count}", hint="use -o DIR/")
+                raise UsageError(f"-o - writes one picture, not {count}", hint="use -o DIR/")
             if sys.stdout.isatty():
                 hint = "set a file with -o, or use a pipe"
                 raise UsageError("refusing to write a picture to a terminal", hint=hint)

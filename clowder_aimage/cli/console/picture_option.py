@@ -36,21 +36,23 @@ picture_options = in_section(
         "--mask",
         metavar="SOURCE",
         shell_complete=complete_path,
-        help="Paint only the white area of this picture; 'alpha': the transparent area of --image.",
+        help="Repaint only where this picture is white; 'alpha' repaints where --image is "
+        "transparent.",
     ),
     parameter_options(ImageInput, without=("image", "mask", "references")),
     click.option(
         "--control",
         metavar="SOURCE",
         shell_complete=complete_path,
-        help="Guide a ControlNet by this picture: edges, depth, a pose; sources as of --image.",
+        help="Guide a ControlNet by this picture, such as edges, depth or a pose; SOURCE is "
+        "as for --image.",
     ),
     click.option(
         "--controlnet",
         type=resolve_reference,
         metavar="REF",
         shell_complete=complete_name,
-        help="The ControlNet that --control guides. [default: the model's own]",
+        help="The ControlNet to use with --control. [default: the model's own]",
     ),
     parameter_options(Control, without=("control", "controlnet")),
 )

@@ -165,7 +165,7 @@ def confirm(offer: Offer, *, is_confirmed: bool) -> bool:
         return True
     if not sys.stdin.isatty():
         raise UsageError(
-            f"fetching {offer.reference} ({size}) requires an answer, and there is no terminal",
+            f"fetching {offer.reference} ({size}) needs a confirmation, but there is no terminal",
             hint=f"to fetch it without asking: {_format_confirmed(offer.reference)}",
         )
     question = f"Fetch {offer.variant.name} ({size}) as {offer.reference}?"

@@ -48,7 +48,7 @@ _recipe_options = in_section(
         "--group-size",
         type=int,
         metavar="N",
-        help="Values that share a scale, for int4 and int8: 32, 64 or 128. [default: 64]",
+        help="Number of values with one scale, for int4 and int8: 32, 64 or 128. [default: 64]",
     ),
     jobs_option,
 )
@@ -111,7 +111,8 @@ _create_options = options(
             "--like",
             type=resolve_reference,
             metavar="REF",
-            help="An AImage in the store that has what files of ComfyUI, MLX or mflux lack: tokenizer, "
+            help="An AImage in the store that has what files of ComfyUI, MLX or mflux lack: "
+            "tokenizer, "
             "configs, other components.",
         ),
     ),

@@ -33,19 +33,28 @@ text_options = in_section(
         "--temperature",
         type=float,
         metavar="FLOAT",
-        help="How freely tokens are drawn; 0 takes the most probable one. [default: the model's]",
+        help="Randomness of the answer; 0 always takes the most probable token. [default: the "
+        "model's]",
     ),
     _option(
-        "--top-p", type=float, metavar="FLOAT", help="Draw from the most probable tokens up to P."
+        "--top-p",
+        type=float,
+        metavar="FLOAT",
+        help="Draw from the most probable tokens whose probabilities add up to P.",
     ),
     _option("--top-k", type=int, metavar="N", help="Draw from the N most probable tokens."),
     _option(
         "--min-p",
         type=float,
         metavar="FLOAT",
-        help="Draw from tokens that have this part of the highest probability.",
+        help="Draw from tokens at least this fraction as probable as the most probable one.",
     ),
-    _option("--stop", metavar="TEXT", multiple=True, help="End the answer before this text."),
+    _option(
+        "--stop",
+        metavar="TEXT",
+        multiple=True,
+        help="End the answer where this text would begin. May be repeated.",
+    ),
     _option(
         "--think/--no-think",
         "think",

@@ -68,7 +68,7 @@ def attach(
         _get(reference, directory or Path())
         return
     if not file or not artifact_type:
-        raise UsageError("missing FILE" if not file else "missing option --type")
+        raise UsageError("the argument FILE is missing" if not file else "missing option --type")
     if directory is not None:
         raise UsageError("--output requires --get")
     connection = get_settings().build_client_options()

@@ -84,7 +84,9 @@ def _add_push(request: BatchRequest, repository: str) -> BatchRequest:
     """Return a request whose pictures are pushed to a repository too. Raises UsageError."""
     reference = Reference.parse(f"{repository}:{request.custom_id}")
     if not request.url.startswith("/v1/images/"):
-        raise UsageError(f"{request.custom_id} makes no picture that can be pushed")
+        raise UsageError(
+            f"{request.custom_id} is not a request for pictures, so that --push cannot apply to it"
+        )
     body = {"output": {"push": str(reference)}, **request.body}
     return replace(request, body=body)
 

@@ -37,7 +37,7 @@ from clowder_aimage.oci import Reference
 @click.option(
     "--attach",
     is_flag=True,
-    help="Make NEW a variant of REF, which 'run --first' finds in the registry of both.",
+    help="Attach NEW to REF as a variant, so that 'run --first' finds it in their registry.",
 )
 def convert(
     reference: Reference, new: Reference, loras: tuple[str, ...], attach: bool, recipe: Recipe

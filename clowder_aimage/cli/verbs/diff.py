@@ -35,7 +35,12 @@ _WIDTH = 60
 @stored_argument("a", None)
 @stored_argument("b", None)
 @click.option("--all", "lists_all", is_flag=True, help="List all differences.")
-@click.option("--remote", is_flag=True, is_eager=True, help="Read both from their registries.")
+@click.option(
+    "--remote",
+    is_flag=True,
+    is_eager=True,
+    help="Read A and B from their registries, not from the store.",
+)
 @click.option("--exit-code", "has_code", is_flag=True, help="Exit with 1 if they differ.")
 @connection_options
 def diff(a: Reference, b: Reference, lists_all: bool, remote: bool, has_code: bool) -> int:

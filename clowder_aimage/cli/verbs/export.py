@@ -77,7 +77,7 @@ def export(reference: Reference, path: str, links: bool, dialect: str | None) ->
 
 def _export_adapter(reference: Reference, path: Path, dialect: str) -> None:
     if dialect not in ADAPTER_DIALECTS:
-        raise UsageError(f"adapters are not written as {dialect}")
+        raise UsageError(f"an adapter cannot be written in the dialect {dialect}")
     with needs("converting an adapter", "mlx"):
         exported = export_adapter(get_settings().layout, reference, path, dialect)
     remark(f"{path}: {format_count(exported.tensors, 'tensor')}, {format_size(exported.size)}")

@@ -165,7 +165,7 @@ def status(nats: str | None, **chosen: Any) -> None:
 @common_options
 @fleet.command(short_help="Let a worker end its work and take no more.")
 @click.argument("worker")
-@click.option("--undo", is_flag=True, help="Let the worker take jobs again.")
+@click.option("--undo", is_flag=True, help="Undo: let the worker take jobs again.")
 @signing_key_option
 @fleet_key_option
 @nats_option

@@ -16,7 +16,9 @@ from clowder_aimage.layout.gc import Collection, Collector
 @examples("aimage gc --dry-run", "aimage gc --max-size 200GB --keep 'team/*'")
 @verb
 @click.option(
-    "--dry-run", is_flag=True, help="Show the names and blobs to remove, and remove none."
+    "--dry-run",
+    is_flag=True,
+    help="Show the names and blobs that would be removed, without removing them.",
 )
 @click.option(
     "--max-size",
@@ -28,7 +30,7 @@ from clowder_aimage.layout.gc import Collection, Collector
     "--max-age",
     metavar="TIME",
     callback=parse_with(parse_time),
-    help="Remove names that were not used for this time, such as 30d.",
+    help="Remove names that have not been used for this long, such as 30d.",
 )
 @click.option("--keep", metavar="GLOB", multiple=True, help="Names to keep. May be repeated.")
 @click.option(
@@ -37,7 +39,7 @@ from clowder_aimage.layout.gc import Collection, Collector
     default="1h",
     show_default=True,
     callback=parse_with(parse_time),
-    help="Keep newer blobs, which another tool may be about to name.",
+    help="Keep blobs younger than this, since another tool may be about to use them.",
 )
 def gc(
     dry_run: bool, max_size: int | None, max_age: float | None, keep: tuple[str, ...], grace: float

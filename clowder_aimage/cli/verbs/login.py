@@ -42,7 +42,11 @@ def _ask(prompt: str, option: str, *, hide: bool) -> str:
 @verb
 @click.argument("registry", metavar="HOST")
 @click.option("-u", "--username", help="The username.")
-@click.option("-p", "--password", help="The password. Other users of this machine can see it.")
+@click.option(
+    "-p",
+    "--password",
+    help="The password; other users of this machine can see it, so prefer --password-stdin.",
+)
 @click.option("--password-stdin", is_flag=True, help="Read the password from stdin.")
 @login_connection_options
 def login(registry: str, username: str | None, password: str | None, password_stdin: bool) -> None:

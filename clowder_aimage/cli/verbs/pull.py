@@ -75,7 +75,7 @@ def _parse_rate(text: str) -> int:
     multiple=True,
     help="Only layers whose name matches ('vae/*', '*.json'). May be repeated.",
 )
-@click.option("--dry-run", is_flag=True, help="Show what would be fetched, and fetch nothing.")
+@click.option("--dry-run", is_flag=True, help="Show what would be fetched, without fetching it.")
 @yes_option
 @remote_option
 @click.option(

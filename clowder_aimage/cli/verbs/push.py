@@ -38,7 +38,11 @@ if TYPE_CHECKING:
     type=click.Choice(["oci", "custom"]),
     help="Media type of the manifest; registries reject the custom one.",
 )
-@click.option("--no-fallback", is_flag=True, help="Fail if the registry rejects the manifest.")
+@click.option(
+    "--no-fallback",
+    is_flag=True,
+    help="Fail if the registry rejects the manifest, instead of trying the next dialect.",
+)
 @transfer_options
 def push(
     references: tuple[Reference, ...],

@@ -72,7 +72,7 @@ if TYPE_CHECKING:
     "--tolerance",
     type=click.IntRange(0, 255),
     default=0,
-    help="Largest difference, in steps of 1/255, at which pictures are equal. [default: 0]",
+    help="Largest difference of a value, in 1/255, at which pictures count as equal. [default: 0]",
 )
 @connection_options
 def replay(

@@ -134,7 +134,7 @@ def _parse_sides(text: str) -> tuple[int, int]:
         "--show/--no-show",
         "inline",
         default=None,
-        help="Draw the picture in the terminal. [default: if it can]",
+        help="Show the picture in the terminal. [default: if the terminal can]",
     ),
     click.option(
         "--open/--no-open", "show", default=None, help="Open the picture in a viewer. [macOS: open]"

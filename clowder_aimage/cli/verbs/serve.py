@@ -243,7 +243,8 @@ allow_origin_option = click.option(
 @click.option(
     "--keep-alive",
     metavar="DURATION",
-    help="Time until an idle model is unloaded: 5m, 0, or -1 for never. [default: 5m]",
+    help="Time until an idle model is unloaded, such as 5m; 0 for at once, -1 for never. "
+    "[default: 5m]",
 )
 @click.option("--deadline", metavar="DURATION", help="Time limit of a request. [default: none]")
 @click.option(

@@ -68,7 +68,7 @@ _MORE = (*("quantization", "context", "formatVersion"), *("license", "source", "
 @stored_argument()
 @click.option("--layers", is_flag=True, help="List every layer.")
 @click.option(
-    "--remote", is_flag=True, is_eager=True, help="Read it from the registry in its name."
+    "--remote", is_flag=True, is_eager=True, help="Read REF from its registry, not from the store."
 )
 @click.option("--card", is_flag=True, help="Print the model card, its README.md.")
 @connection_options

@@ -173,7 +173,7 @@ def _to_request(aimage: AImage, draft: GenerateRequest) -> GenerateRequest:
     control = request.control
     if control.image is not None and control.network is None and not is_packed_with(aimage):
         raise UsageError(
-            "this model has no ControlNet of its own", hint="name one with --controlnet"
+            "this model has no ControlNet of its own", hint="set the model with --controlnet"
         )
     for warning in describe_ignored_parameters(request, draft.stated or ()):
         note_once(f"warning: {warning}")

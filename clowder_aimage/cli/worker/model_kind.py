@@ -36,7 +36,7 @@ def is_language_model(reference: Reference, client: WorkerClient | None, *, loca
     capabilities = _find_capabilities(reference, client, local=local)
     if EMBEDDING in capabilities and COMPLETION not in capabilities:
         hint = f"aimage embed {reference} TEXT..."
-        raise UsageError(f"{reference} computes embeddings, and writes no texts", hint=hint)
+        raise UsageError(f"{reference} is an embedding model: it cannot answer", hint=hint)
     return COMPLETION in capabilities
 
 
