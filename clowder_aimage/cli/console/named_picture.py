@@ -135,9 +135,7 @@ def check_stdin(readers: Sequence[str]) -> None:
     """Reject several options that read stdin. Raises UsageError."""
     if len(readers) > 1:
         names = f"{', '.join(readers[:-1])} and {readers[-1]}"
-        raise UsageError(
-            f"{names} would both read stdin, which can be read only once", hint="name files"
-        )
+        raise UsageError(f"{names} read stdin, which can be read only once", hint="name files")
 
 
 def create_input_source() -> InputSource:
