@@ -7,8 +7,9 @@ from typing import Any
 
 from clowder_aimage.cli.console.example import examples
 from clowder_aimage.cli.console.option import get_settings, verb
-from clowder_aimage.cli.console.output import format_count, format_fields, format_size, print_result
+from clowder_aimage.cli.console.output import format_count, format_fields, format_size
 from clowder_aimage.cli.console.store_limit import WORDS, describe
+from clowder_aimage.cli.console.watch import Reading, show, watch_option
 from clowder_aimage.content.file_system import collect_limits
 from clowder_aimage.content.mount import find_mount
 from clowder_aimage.layout import ImageLayout
@@ -18,11 +19,16 @@ from clowder_aimage.usage import DiskUsage, measure_disk_usage
 
 @examples("aimage df")
 @verb
-def df() -> None:
+@watch_option
+def df(watch: float | None) -> None:
     """Show the size of the store, the part that no name needs, the free space and the file system.
 
     Several stores are shown one by one.
     """
+    show(_read, watch)
+
+
+def _read() -> Reading:
     roots = get_settings().stores
     # The table shows what is missing
     with collect_limits():
@@ -32,7 +38,14 @@ def df() -> None:
         ["", *format_fields([*_list_facts(usage), *_list_file_system(value["fileSystem"])])]
         for usage, value in zip(usages, values, strict=True)
     ]
-    print_result(values, [line for lines in tables for line in lines][1:])
+    return Reading(values, [line for lines in tables for line in lines][1:], _list_charts(usages))
+
+
+def _list_charts(usages: list[DiskUsage]) -> dict[str, tuple[float | None, str]]:
+    size = sum(usage.allocated for usage in usages)
+    charts: dict[str, tuple[float | None, str]] = {"on disk": (size, format_size(size))}
+    free = [usage.free for usage in usages if usage.free is not None]
+    return charts | ({"free": (min(free), format_size(min(free)))} if free else {})
 
 
 def _encode_file_system(root: Path) -> dict[str, Any]:

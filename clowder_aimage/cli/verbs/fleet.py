@@ -23,6 +23,7 @@ from clowder_aimage.cli.console.fleet_access import (
 )
 from clowder_aimage.cli.console.option import VerbGroup, common_options, needs, parse_with
 from clowder_aimage.cli.console.output import format_count, format_size, format_table, print_result
+from clowder_aimage.cli.console.watch import Reading, show, watch_option
 from clowder_aimage.cli.verbs.fleet_key import key
 from clowder_aimage.cli.verbs.fleet_user import user
 from clowder_aimage.errors import UsageError
@@ -148,7 +149,8 @@ def _format_root(public: str) -> list[str]:
 @fleet.command(short_help="Show the workers and the queue of a fleet.")
 @nats_option
 @fleet_options
-def status(nats: str | None, **chosen: Any) -> None:
+@watch_option
+def status(nats: str | None, watch: float | None, **chosen: Any) -> None:
     """Show each worker of a fleet, and the number of jobs that wait for each model."""
 
     async def read(link: FleetLink) -> dict[str, Any]:
@@ -157,8 +159,24 @@ def status(nats: str | None, **chosen: Any) -> None:
 
         return asdict(await FleetStatus(link, await read_workers(link)).read())
 
-    fleet_status = run_with_link(nats, chosen, read)
-    print_result(fleet_status, format_status(fleet_status))
+    def take_reading() -> Reading:
+        fleet_status = run_with_link(nats, chosen, read)
+        return Reading(fleet_status, format_status(fleet_status), list_charts(fleet_status))
+
+    show(take_reading, watch)
+
+
+def list_charts(status: _Json) -> dict[str, tuple[float | None, str]]:
+    """Return the numbers of a fleet that change, with their texts."""
+    running = sum(worker["running"] for worker in status["workers"])
+    slots = sum(worker["slots"] for worker in status["workers"])
+    rate = sum(worker["rate"] for worker in status["workers"])
+    return {
+        "queue": (status["jobs"], str(status["jobs"])),
+        "running": (running, f"{running} of {slots}"),
+        "jobs/min": (rate, f"{rate:g}"),
+        "stored": (status["stored"], format_size(status["stored"])),
+    }
 
 
 @examples("aimage fleet drain gpu-3", "aimage fleet drain gpu-3 --undo")

@@ -26,8 +26,8 @@ from clowder_aimage.cli.console.output import (
     format_size,
     format_table,
     note,
-    print_result,
 )
+from clowder_aimage.cli.console.watch import Reading, show, watch_option
 from clowder_aimage.cli.console.worker_connection import (
     create_client,
     refuse_options,
@@ -84,22 +84,40 @@ def node(context: click.Context, /, **options: Any) -> None:
     metavar="HOST:PORT",
     help=f"Address of the node. [env: AIMAGE_HOST; default: {DEFAULT_NODE}]",
 )
-def status(addr: str | None) -> None:
+@watch_option
+def status(addr: str | None, watch: float | None) -> None:
     """Show each model of a node: its state, the sources of its bytes, and the last change."""
-    refuse_options("omit it: the store of the node is shown", exclude=("addr",))
+    refuse_options("omit it: the store of the node is shown", exclude=("addr", "watch"))
     node_endpoint = resolve_endpoint(addr)
+    show(lambda: _read_status(node_endpoint), watch)
+
+
+def _read_status(node_endpoint: Endpoint) -> Reading:
     answer = ask(node_endpoint)
     try:
         text = format_status(answer, datetime.now(UTC))
         warnings = [_format_line(warning) for warning in answer["warnings"]]
+        charts = _list_charts(answer)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
         raise FormatError(
             f"the status that {node_endpoint} sent cannot be read",
             hint="compare the versions of 'aimage' here and there",
         ) from None
-    print_result(answer, text)
     for warning in () if get_settings().as_json else warnings:
         note(f"warning: {warning}")
+    return Reading(answer, text, charts)
+
+
+def _list_charts(answer: _Json) -> dict[str, tuple[float | None, str]]:
+    models, disk = answer["models"], answer["disk"]
+    present = sum(model["state"] == "present" for model in models)
+    rate = sum(model["rate"] for model in models if model["state"] == "pulling")
+    free = disk["free"] if disk else None
+    charts: dict[str, tuple[float | None, str]] = {
+        "present": (present, f"{present} of {len(models)}"),
+        "pulling": (rate, f"{format_size(rate)}/s"),
+    }
+    return charts if free is None else charts | {"free": (free, format_size(free))}
 
 
 def resolve_endpoint(addr: str | None) -> Endpoint:
@@ -123,12 +141,13 @@ def ask(node_endpoint: Endpoint) -> dict[str, Any]:
     try:
         answer = create_client(str(node_endpoint)).ask("GET", "/v1/node")
     except NetworkError as error:
+        message = error.message.replace("the worker at", "the node at")
         raise NetworkError(
-            error.message, hint="start 'aimage node' there, or choose another node with --addr"
+            message, hint="start 'aimage node' there, or choose another node with --addr"
         ) from None
     except NotFoundError:
         raise NotFoundError(
-            f"the worker at {node_endpoint} is not a node",
+            f"the server at {node_endpoint} is not a node",
             hint="start it with 'aimage serve --node', or choose a node with --addr",
         ) from None
     if not isinstance(answer, dict) or "models" not in answer:

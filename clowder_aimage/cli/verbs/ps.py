@@ -12,8 +12,8 @@ from clowder_aimage.cli.console.output import (
     format_duration,
     format_size,
     note_left_out,
-    print_result,
 )
+from clowder_aimage.cli.console.watch import Reading, show, watch_option
 from clowder_aimage.cli.console.worker_connection import (
     connect_worker,
     get_detail,
@@ -29,12 +29,17 @@ _FOR_EVER = 100 * 365 * 24 * 3600
 @examples("aimage ps")
 @verb
 @verbose_option
-def ps() -> None:
+@watch_option
+def ps(watch: float | None) -> None:
     """List the models that a worker has in memory.
 
     The worker is the one in AIMAGE_HOST, or the one at 127.0.0.1:11434.
     """
-    refuse_options("omit it: the memory of the worker is listed")
+    refuse_options("omit it: the memory of the worker is listed", exclude=("watch",))
+    show(_read, watch)
+
+
+def _read() -> Reading:
     time = datetime.now(UTC)
 
     def format_cells(row: dict[str, Any]) -> tuple[str, ...]:
@@ -55,9 +60,9 @@ def ps() -> None:
         format_cells,
         ("DIGEST", "DEVICE"),
     )
-    print_result(
-        [row | {"until": row["until"] and row["until"].isoformat()} for row in rows], lines
-    )
+    value = [row | {"until": row["until"] and row["until"].isoformat()} for row in rows]
+    size = sum(row["size"] for row in rows)
+    return Reading(value, lines, {"memory": (size, format_size(size))})
 
 
 def _build_row(model: dict[str, Any]) -> dict[str, Any]:
