@@ -10,10 +10,10 @@ import stat
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from clowder_aimage.engine.endpoint import Endpoint
+from clowder_aimage.engine.endpoint import DEFAULT_HOST, Endpoint
 from clowder_aimage.engine.worker_client import detect_program
 from clowder_aimage.errors import AccessError, UsageError
-from clowder_aimage.http import systemd
+from clowder_aimage.http import PRODUCT, systemd
 from clowder_aimage.http.access import ANY_ADDRESS, LOOPBACK_HOSTS
 
 _SOCKET_MODE, _DIRECTORY_MODE = 0o660, 0o750
@@ -126,6 +126,8 @@ def listen_tcp(endpoint: Endpoint, remedy: str = "") -> socket.socket:
         message = f"cannot listen on {endpoint.authority}: {reason}"
         if is_taken and (program := _find_program(endpoint)):
             message += f"; {program} answers there"
+            if program == PRODUCT and endpoint.port == Endpoint.parse(DEFAULT_HOST).port:
+                message += ": workers and gateways have the same default port"
         hint = "choose another address"
         raise AccessError(message, hint=hint, remedy=remedy) from None
 

@@ -29,9 +29,10 @@ pytest.importorskip("structlog", reason="structlog is not installed")
 
 
 from clowder_aimage.api.worker_role import drain
+from clowder_aimage.engine.endpoint import Endpoint
 from clowder_aimage.engine.engine import Engine
 from clowder_aimage.errors import AccessError, UsageError
-from clowder_aimage.http import systemd
+from clowder_aimage.http import listening_socket, systemd
 from clowder_aimage.http.listening_socket import listen
 from clowder_aimage.http.log import CONSOLE, JSON, configure, redact
 from clowder_aimage.http.server import Signals
@@ -108,6 +109,18 @@ def test_an_address_in_use_is_reported(worker: LocalWorker) -> None:
     done = worker.aimage("serve", "--addr", worker.host, code=1)
     assert f"cannot listen on {worker.host}: Address already in use" in done.err
     assert "aimage answers there" in done.err and "--addr" in done.err
+
+
+def test_the_default_port_in_use_is_said_to_be_that_of_workers_and_gateways(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    server = ScriptedRegistry(lambda _: Answer(404))
+    monkeypatch.setattr(listening_socket, "detect_program", lambda _: "aimage")
+    with server.running() as other:
+        address = Endpoint.parse_listen(other.host)
+        monkeypatch.setattr(listening_socket, "DEFAULT_HOST", other.host)
+        with pytest.raises(AccessError, match="workers and gateways have the same default port"):
+            listening_socket.listen_tcp(address)
 
 
 @pytest.mark.parametrize(
