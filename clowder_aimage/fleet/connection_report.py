@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import ssl
 from collections.abc import Callable
 
 from clowder_aimage.errors import AImageError, NetworkError
@@ -60,6 +61,9 @@ class ConnectionReport:
 def describe_network_error(error: BaseException) -> str:
     """Return the reason of an error of a connection, such as ``connection refused``."""
     text = str(error)
+    if isinstance(error, ssl.SSLError):
+        # Its number is not one of the system
+        return error.strerror or text
     number = error.errno if isinstance(error, OSError) else None
     if number is None and (match := _ERRNO.search(text)):
         # Of several addresses

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import ssl
 
 import pytest
 
@@ -80,6 +81,7 @@ def test_a_connection_that_is_back_is_reported_with_the_time(
         (OSError(111, "Connect call failed ('127.0.0.1', 1)"), "Connection refused"),
         (OSError("Multiple exceptions: [Errno 111] Connect, [Errno 111] x"), "Connection refused"),
         (socket.gaierror(-2, "Name or service not known"), "Name or service not known"),
+        (ssl.SSLError(1, "certificate verify failed"), "certificate verify failed"),
         (TimeoutError(), "no answer in time"),
         (ValueError("odd"), "odd"),
     ],
