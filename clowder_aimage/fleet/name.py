@@ -104,6 +104,10 @@ class FleetNames:
                 raise FormatError(f"not a part of a subject: {part[:60]!a}")
         return ".".join((self.fleet, kind, *map(str, parts)))
 
+    def build_load_subject(self, gateway: str) -> str:
+        """Return the subject of the load of a gateway, an entry of the bucket of workers."""
+        return f"$KV.{self.workers}.gateway.{gateway}"
+
     def build_job_subject(self, priority: str, digest: str, caller: str = "*") -> str:
         """Return the subject of jobs for a manifest; ``digest`` is its hexadecimal part."""
         return self._join("job", priority, digest, caller)

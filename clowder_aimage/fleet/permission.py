@@ -134,6 +134,7 @@ def _build_gateway_permissions(names: FleetNames) -> Permissions:
             names.build_call_subject("*"),
             names.build_file_subject("*"),
             _key(names.batches, ">"),
+            names.build_load_subject("*"),
             *_api("STREAM.INFO", *stored, names.dead, *buckets),
             *_api("STREAM.MSG.GET", *stored, *buckets),
             *_api("STREAM.MSG.DELETE", jobs, *removed),

@@ -73,7 +73,14 @@ def test_tables_of_services_fit_the_terminal(width: int) -> None:
     lines = node.format_status(NODE | {"models": [pulled], "id": WIDE}, now)
     worker: dict[str, Any] = {"id": LONG, "running": 1, "slots": 2, "rate": 3.5, "done": 123456}
     worker |= {"models": {LONG: DIGEST}, "loaded": [DIGEST, "sha256:" + "f" * 64]}
-    status: dict[str, Any] = {"fleet": "aimage", "jobs": 3, "given_up": 0, "stored": 1, "room": 2}
+    status: dict[str, Any] = {
+        "fleet": "aimage",
+        "jobs": 3,
+        "waiting": 2,
+        "given_up": 0,
+        "stored": 1,
+        "room": 2,
+    }
     status |= {"workers": [worker | {"is_draining": True}], "left_out": []}
     status["queue"] = [{"priority": "interactive", "digest": DIGEST, "jobs": 3}]
     lines += fleet.format_status(status)

@@ -20,6 +20,7 @@ from clowder_aimage.errors import AImageError
 from clowder_aimage.fleet import joined_worker
 from clowder_aimage.fleet import link as fleet_link
 from clowder_aimage.fleet.gateway import gateway, response_relay
+from clowder_aimage.fleet.gateway import status as fleet_status
 from clowder_aimage.fleet.gateway.continuation import NDJSON, SSE
 from clowder_aimage.fleet.gateway.job_queue import JobQueue, QueuedJob
 from clowder_aimage.fleet.job import choice as job_choice
@@ -581,6 +582,45 @@ def held_role() -> tuple[ScriptedRole, asyncio.Event, asyncio.Event]:
         return await prompt_as_picture(request, body)
 
     return ScriptedRole(wait), begun, go_on
+
+
+def test_jobs_that_wait_in_gateways_are_counted(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet_status, "INTERVAL", 0.05)
+
+    async def scene(fleet: FleetRun) -> None:
+        role, begun, go_on = held_role()
+        async with (
+            fleet.gateway() as first,
+            fleet.gateway() as second,
+            fleet.worker("w1", role, max_models=1),
+        ):
+            for url in (first, second):
+                await fleet.know(url, 1)
+            asked = [
+                asyncio.create_task(fleet.ask(url, f"a {number}", seed=1))
+                for number in range(gateway.MIN_WINDOW + 3)
+                for url in (first, second)
+            ]
+            await begun.wait()
+
+            async def is_counted() -> bool:
+                one, other = await fleet.status(first), await fleet.status(second)
+                waiting = one["waiting"]
+                # Jobs that a worker has begun are still on the queue.
+                return waiting == other["waiting"] > 0 and waiting + one["jobs"] == len(asked)
+
+            await until_async(is_counted)
+            go_on.set()
+            assert {status for status, _ in await asyncio.gather(*asked)} == {200}
+
+            async def is_zero() -> bool:
+                return (await fleet.status(first))["waiting"] == 0
+
+            await until_async(is_zero)
+
+    play(scene)
 
 
 def test_requests_wait_for_a_server_that_is_killed(

@@ -115,7 +115,7 @@ def test_the_status_of_a_fleet_shows_workers_that_are_left_out() -> None:
     workers = WorkerRegistry()
     workers.read("\u202ezz", change())
     workers.read("a", change(id="a", models="\x1b[2J" + HTML))
-    facts = FleetFacts("f", [], workers.list_rejected(), [], 0, 0, 1, 0)
+    facts = FleetFacts("f", [], workers.list_rejected(), [], 0, 0, 0, 1, 0)
     lines = format_status(asdict(facts))
     assert any("a " in line and "models" in line for line in lines)
     assert any("\\u202ezz" in line for line in lines)

@@ -151,7 +151,10 @@ def _format_root(public: str) -> list[str]:
 @fleet_options
 @watch_option
 def status(nats: str | None, watch: float | None, **chosen: Any) -> None:
-    """Show each worker of a fleet, and the number of jobs that wait for each model."""
+    """Show each worker of a fleet, and the number of jobs that wait for each model.
+
+    Jobs wait in a gateway until it is their caller's turn, then on the queue.
+    """
 
     async def read(link: FleetLink) -> dict[str, Any]:
         from clowder_aimage.fleet.gateway.status import FleetStatus
@@ -173,6 +176,7 @@ def list_charts(status: _Json) -> dict[str, tuple[float | None, str]]:
     rate = sum(worker["rate"] for worker in status["workers"])
     return {
         "queue": (status["jobs"], str(status["jobs"])),
+        "waiting": (status["waiting"], str(status["waiting"])),
         "running": (running, f"{running} of {slots}"),
         "jobs/min": (rate, f"{rate:g}"),
         "stored": (status["stored"], format_size(status["stored"])),
@@ -210,10 +214,11 @@ def drain(worker: str, undo: bool, nats: str | None, **chosen: Any) -> None:
 
 def format_status(status: _Json) -> list[str]:
     """Return the status of a fleet as text."""
-    workers, waiting = status["workers"], status["jobs"]
+    workers = status["workers"]
     head = [
-        f"fleet    {status['fleet']}: {format_count(len(workers), 'worker')}, "
-        f"{format_count(waiting, 'job')} on the queue, {status['given_up']} given up",
+        f"fleet    {status['fleet']}: {format_count(len(workers), 'worker')}",
+        f"jobs     {status['jobs']} on the queue, {status['waiting']} waiting in gateways, "
+        f"{status['given_up']} given up",
         f"stored   {format_size(status['stored'])} of {format_size(status['room'])}",
     ]
     names = {digest: name for worker in workers for name, digest in worker["models"].items()}

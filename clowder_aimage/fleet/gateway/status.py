@@ -15,6 +15,7 @@ from nats.js.errors import NotFoundError
 from clowder_aimage.errors import FormatError
 from clowder_aimage.fleet.gateway.fair_queue import FairQueue
 from clowder_aimage.fleet.gateway.metric import GatewayMetrics
+from clowder_aimage.fleet.gateway.waiting import WaitingJobs
 from clowder_aimage.fleet.job.envelope import JOB, TICKET
 from clowder_aimage.fleet.job.mark import read_chain
 from clowder_aimage.fleet.link import LOST, FleetLink
@@ -41,6 +42,7 @@ class QueuedJobs:
 class FleetFacts:
     """A fleet: its workers, the jobs on its queue, and those that were given up.
 
+    ``waiting`` jobs are in gateways and not on the queue yet: each caller has its turn there.
     ``stored`` of ``room`` bytes are in use. Workers whose statuses are not valid are ``left_out``.
     """
 
@@ -49,6 +51,7 @@ class FleetFacts:
     left_out: Sequence[RejectedStatus]
     queue: Sequence[QueuedJobs]
     jobs: int
+    waiting: int
     stored: int
     room: int | None
     given_up: int
@@ -59,6 +62,7 @@ class FleetStatus:
 
     def __init__(self, link: FleetLink, workers: WorkerRegistry) -> None:
         self._link, self._workers = link, workers
+        self._waiting = WaitingJobs(link)
         # Number of the last message on the queue that was looked at.
         self._last_checked = 0
 
@@ -78,6 +82,7 @@ class FleetStatus:
                 for (priority, digest), count in sorted(queued.items())
             ],
             jobs=queued.total(),
+            waiting=await self._waiting.count(),
             stored=logs.state.bytes + jobs.state.bytes + bodies.state.bytes,
             room=logs.config.max_bytes,
             given_up=dead.state.messages,
@@ -120,6 +125,7 @@ class FleetStatus:
             queue.look()
             with contextlib.suppress(*LOST, JetStreamError):
                 if self._link.is_ready:
+                    await self._waiting.publish(queue.waiting)
                     await self._measure_queue(metrics)
                     await self._remove_finished()
             await asyncio.sleep(INTERVAL)
