@@ -428,7 +428,7 @@ def test_prompts_are_read_on_a_terminal(at: Callable[[ScriptedWorker], Aimage]) 
         "/set NAME VALUE",
     ):
         assert text in err
-    assert re.search(r"^width +512$", err, re.MULTILINE)
+    assert re.search(r"\bwidth +512\b", err)
 
 
 def test_an_error_and_the_end_of_the_input_keep_the_loop_in_order(

@@ -178,7 +178,7 @@ def test_the_model_of_the_least_cost_is_evicted(stocked_store: LayeredStore) -> 
         for costs in ({}, {"other:latest": 1.0}, {"tiny:latest": 1.0}):
             digests = {str(one.digest): str(one.reference) for one in engine.list_loaded()}
             engine.set_eviction_cost(lambda digest, w=costs, d=digests: w.get(d[str(digest)], 0.0))
-            names.append(str(engine._scheduler._select_idle().reference))
+            names.append(str(engine._scheduler._select_idle(engine.list_loaded()).reference))
         return names
 
     assert played(stocked_store, play, models=2) == ["tiny:latest", "tiny:latest", "other:latest"]
