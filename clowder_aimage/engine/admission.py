@@ -18,7 +18,7 @@ GUILTY, SUSPECT, INNOCENT = "guilty", "suspect", "innocent"
 _UNKNOWN, _LONGEST = 5, 300  # seconds to wait
 _LOAD_OPTIONS = (
     *("dtype", "text_encoder"),
-    *("memory", "models", "lora_dir", "context", "parallel"),
+    *("memory", "lora_dir", "context", "parallel"),
 )
 _TUNING = ("compile", "attention", "device")
 # The caller of a request, if its server tells callers apart: a name of its token
@@ -31,7 +31,8 @@ NEVER, IF_MISSING, ALWAYS = "never", "if-missing", "always"
 class EngineLimits:
     """The limits of an engine.
 
-    queue: maximum number of waiting requests. models: maximum number of loaded models. keep_alive:
+    queue: maximum number of waiting requests. models: maximum number of loaded
+    models, or None for as many as the memory has room for. keep_alive:
     seconds that an idle model stays in memory; FOR_EVER, or 0. deadline: seconds from a
     request's arrival to its last picture. text_deadline: seconds that a text may compute.
     picture_deadline: the same of pictures, as a multiple of the estimated time; 0 for no limit.
@@ -48,7 +49,7 @@ class EngineLimits:
     """
 
     queue: int = 8
-    models: int = 1
+    models: int | None = None
     keep_alive: float = 300.0
     deadline: float = FOR_EVER
     text_deadline: float = 600.0

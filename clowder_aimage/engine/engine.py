@@ -119,6 +119,16 @@ class Engine:
         self._scheduler.eviction_cost = cost
 
     @property
+    def capacity(self) -> int:
+        """The number of models that can serve requests at once."""
+        return self._scheduler.capacity
+
+    @property
+    def budget(self) -> int | None:
+        """The bytes of memory for all models; None if unknown."""
+        return self._scheduler.budget
+
+    @property
     def planned(self) -> int:
         """The bytes of the blobs of models that are being loaded."""
         return sum(model.stored.size for model in self._scheduler.models if model.load is not None)
@@ -221,7 +231,7 @@ class Engine:
         if self.is_draining:
             raise admission.shutdown_error()
         busy = sum(request.is_begun for request in self._requests)
-        capacity = self.limits.models * (self.limits.parallel if is_text else 1)
+        capacity = self._scheduler.capacity * (self.limits.parallel if is_text else 1)
         # Further requests that would start at once do not count for the queue
         idle = max(0, capacity - busy)
         self._check_queue("waiting", self.limits.queue + idle)
@@ -295,6 +305,7 @@ class Engine:
             ability = await run_generation(find_ability, self.store, digest, stored.aimage)
             ability.check(request.reference)
             _check_capability(ability, parameters)
+            await self._find_enhancer()
         while True:
             try:
                 await self._take_turn(request, stored, parameters, emit)
@@ -316,9 +327,17 @@ class Engine:
             if isinstance(parameters, TextRequest):
                 parameters = request.sent.continue_request(parameters)
 
+    async def _find_enhancer(self) -> None:
+        """Reserve memory for the enhancer, if the store has it."""
+        stored = None
+        if self.limits.enhancer is not None:
+            with contextlib.suppress(AImageError):
+                stored = await self.read(Reference.parse(self.limits.enhancer))
+        self._scheduler.enhancer = stored
+
     async def _pull(self, request: QueuedRequest, emit: Emit) -> StoredAImage:
         """Pull the model of a request, or its variant; it waits in the queue from then on."""
-        self._check_queue("pulling", self.limits.queue + self.limits.models)
+        self._check_queue("pulling", self.limits.queue + self._scheduler.capacity)
         request.stage = "pulling"
         emit(QueuedEvent(self._scheduler.count_ahead(request)))
         begin = partial(self._prepare, request)
@@ -398,7 +417,7 @@ class Engine:
         for index, reference in request.adapters.items():
             try:
                 if await self._find_complete(reference, request.pull) is None:
-                    self._check_queue("pulling", self.limits.queue + self.limits.models)
+                    self._check_queue("pulling", self.limits.queue + self._scheduler.capacity)
                     request.stage = "pulling"
                     await fetch(self._transfers, reference, emit)
             except AImageError as error:

@@ -77,6 +77,8 @@ class ModelProcess:
         # No more blobs will arrive
         self._is_complete = False
         self._model: Any = None
+        # Bytes for all models; None if unknown, and in the process of a language model
+        self._memory: int | None = None
         # Served in turns, an event each
         self._texts: dict[int, Generator[_Text, None, None]] = {}
         self._leases = contextlib.ExitStack()
@@ -131,7 +133,12 @@ class ModelProcess:
 
     def _execute(self, command: frame.Message) -> None:
         request_id = command.get("id")
-        work = {"load": self._load, "embed": self._write, "write": self._write}
+        work = {
+            "load": self._load,
+            "reserve": self._reserve,
+            "embed": self._write,
+            "write": self._write,
+        }
         with self._reporting_errors(request_id):
             work.get(command["do"], self._generate)(command)
         if request_id not in self._texts:
@@ -182,7 +189,7 @@ class ModelProcess:
 
     def _load_text(self, store: LayeredStore, stored: StoredAImage, command: frame.Message) -> None:
         """Load a language model."""
-        names = ("dtype", "context", "parallel", "memory", "models")
+        names = ("dtype", "context", "parallel", "memory", "reserved")
         options = {name: command[name] for name in names if command.get(name) is not None}
         self._model = model = load_language_model(store, stored.aimage, **options)
         for warning in model.warnings:
@@ -205,13 +212,32 @@ class ModelProcess:
         # Not with a GPU: its driver maps more than the machine's memory
         if self._model.device_memory is None:
             machine.limit_memory(machine.read_memory_limit())
-        _set_memory(self._model, command)
+        self._set_memory(command)
         # The texts of a waiting request are encoded while other blobs arrive
         if command.get("request"):
             self._model.prepare(GenerateRequest.of(**command["request"]))
         defaults = GenerateRequest.draft().apply_defaults(fetched.stored.aimage)
         memory = self._model.preload(defaults)
-        self._report_loaded(self._model.backend, self._model.dtype, memory)
+        total = self._model.device_memory or 0
+        self._report_loaded(self._model.backend, self._model.dtype, memory, total=total)
+
+    def _set_memory(self, command: frame.Message) -> None:
+        from clowder_aimage.model.flow.memory_budget import AUTO
+
+        limit = command["memory"]
+        total = self._model.device_memory or machine.read_memory_limit()
+        self._memory = total if limit is None else limit
+        share, text_encoder = self._compute_share(command), command["text_encoder"]
+        self._model.pipeline.set_memory(AUTO, share, total, text_encoder=text_encoder, limit=limit)
+
+    def _reserve(self, command: frame.Message) -> None:
+        """Leave memory to other models; the caches of a language model stay as they are."""
+        if self._memory is not None:
+            self._model.pipeline.set_share(self._compute_share(command))
+
+    def _compute_share(self, command: frame.Message) -> int | None:
+        """Return the memory without that of other models."""
+        return None if self._memory is None else max(1, self._memory - command["reserved"])
 
     def _report_loaded(self, device: str, dtype: str, memory: str, **fields: int) -> None:
         size = read_resident_memory()
@@ -382,18 +408,6 @@ def _log_error(event: str, error: BaseException | None) -> None:
     frames = traceback.extract_tb(error.__traceback__ if error is not None else None)
     calls = ", ".join(f"{call.filename}:{call.lineno} {call.name}" for call in frames[-5:])
     _log.error("%s: %s at %s", event, type(error).__name__, calls)
-
-
-def _set_memory(model: Any, command: frame.Message) -> None:
-    from clowder_aimage.model.flow.memory_budget import AUTO
-
-    total = model.device_memory or machine.read_memory_limit()
-    share = total if command["memory"] is None else command["memory"]
-    share = None if share is None else share // command["models"]
-    text_encoder = command["text_encoder"]
-    model.pipeline.set_memory(
-        AUTO, share, total, text_encoder=text_encoder, limit=command["memory"]
-    )
 
 
 def main() -> None:

@@ -19,6 +19,7 @@ from clowder_aimage.generation.encoding import PictureEncoding
 from clowder_aimage.generation.request import LoraUse
 from clowder_aimage.layout.stored_aimage import StoredAImage
 from clowder_aimage.model.pipeline import Step
+from clowder_aimage.model.text.runtime import find_runtime
 from clowder_aimage.oci import Digest, Reference
 
 # Seconds; longer durations are unlimited
@@ -64,6 +65,11 @@ class ModelSlot:
     def digest(self) -> Digest:
         """The digest of its manifest."""
         return self.stored.descriptor.digest
+
+    @property
+    def is_text(self) -> bool:
+        """Return True if it is a language model."""
+        return find_runtime(self.stored.aimage) is not None
 
     @property
     def is_ready(self) -> bool:

@@ -86,6 +86,8 @@ class Runner:
         self.device = self.dtype = ""
         # Bytes; tokens of a language model
         self.size = self.context = 0
+        # Bytes of the memory of a GPU; 0 if unknown
+        self.total = 0
         self.parallel = 1
 
     @classmethod
@@ -96,8 +98,11 @@ class Runner:
         manifest: Descriptor,
         limits: EngineLimits,
         arrival: frame.Message | None = None,
+        reserved: int = 0,
     ) -> Runner:
         """Start a process and load an AImage of the store, complete or arriving.
+
+        ``reserved`` bytes of the memory are left to other models.
 
         Cancellation kills the process. Raises AImageError reported by the process; NoMemoryError;
         ModelError if the process does not start, dies, or makes no progress during the load.
@@ -113,9 +118,8 @@ class Runner:
         try:
             content = {"roots": [str(root) for root in roots], "manifest": manifest.to_json()}
             options = limits.load_options(reference)
-            runner.send(
-                {"do": "load", "reference": reference, **content, **options, **(arrival or {})}
-            )
+            command = {"do": "load", "reference": reference, "reserved": reserved}
+            runner.send(command | content | options | (arrival or {}))
             message = await runner._await_loaded(limits.load_timeout)
             if message["is"] == "error":
                 raise parse_error(message)
@@ -124,7 +128,7 @@ class Runner:
             raise
         runner.device, runner.dtype = message["device"], message["dtype"]
         runner.size, runner.context = message["bytes"], message.get("context", 0)
-        runner.parallel = message.get("parallel", 1)
+        runner.parallel, runner.total = message.get("parallel", 1), message.get("total", 0)
         _log.debug("memory", extra={"model": reference, "plan": message["memory"]})
         return runner
 
@@ -209,6 +213,10 @@ class Runner:
         await self.end(GRACE)
         if self.cancellations:
             await asyncio.wait(self.cancellations)
+
+    def reserve(self, size: int) -> None:
+        """Leave ``size`` bytes of the memory to other models, from the next request on."""
+        self.send({"do": "reserve", "reserved": size})
 
     def send(self, message: frame.Message) -> None:
         """Send a frame; if the process has exited, ``receive`` raises."""

@@ -15,15 +15,23 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from clowder_aimage.engine import machine
 from clowder_aimage.engine.admission import EngineLimits, compute_share
 from clowder_aimage.engine.event import EventLog, ModelRequest
+from clowder_aimage.engine.memory_plan import (
+    LoadedModel,
+    LoadPlan,
+    MemoryRoom,
+    estimate_need,
+    plan_load,
+)
 from clowder_aimage.engine.metric import Metrics
 from clowder_aimage.engine.queued_request import ModelSlot, QueuedRequest
 from clowder_aimage.engine.runner import Runner
 from clowder_aimage.errors import AImageError, ModelError, NoMemoryError, UnrunnableError
 from clowder_aimage.generation.request import GenerateRequest
 from clowder_aimage.layout.stored_aimage import StoredAImage
-from clowder_aimage.oci import Digest
+from clowder_aimage.oci import Digest, Reference
 
 _log = logging.getLogger("aimage.worker")
 # Models whose refusal is remembered
@@ -35,7 +43,8 @@ class ModelScheduler:
     """The models of a worker, each in its own process.
 
     ``_free`` returns the bytes of memory for another model; None if there is enough. The model of
-    the least ``eviction_cost`` is unloaded first. ``_loads`` includes cancelled loads until they
+    the least ``eviction_cost`` is unloaded first. ``enhancer`` is the AImage of the enhancer, for
+    which memory is reserved, if the store has it. ``_loads`` includes cancelled loads until they
     end.
     """
 
@@ -46,11 +55,16 @@ class ModelScheduler:
     _clock: Callable[[], float]
     _free: Callable[[], int | None]
     eviction_cost: Callable[[Digest], float] = lambda _: 0.0
+    enhancer: StoredAImage | None = None
     _models: dict[Digest, ModelSlot] = field(default_factory=dict)
     _queue: list[QueuedRequest] = field(default_factory=list)
     _loads: set[asyncio.Task[Runner]] = field(default_factory=set)
     _unloads: set[asyncio.Task[None]] = field(default_factory=set)
     _refused: dict[Digest, UnrunnableError] = field(default_factory=dict)
+    # Of the device; 0 if it is not a GPU
+    _device_memory: int = 0
+    # The compute type of image models, once one was loaded
+    _dtype: str | None = None
     # A lack of memory for the enhancer was logged.
     _is_reported: bool = False
 
@@ -102,7 +116,7 @@ class ModelScheduler:
         """
         existing = self._models.get(stored.descriptor.digest)
         is_loading = existing is not None and (existing.load or existing.runner) is not None
-        if not is_loading and not self._has_room(stored.size):
+        if not is_loading and not self._has_room(request.reference, stored):
             return
         model = self._get_slot(request, stored)
         model.users += 1
@@ -111,21 +125,31 @@ class ModelScheduler:
             model.arrival = {"document": stored.manifest.raw.decode()}
             if isinstance(parameters, GenerateRequest):
                 model.arrival["request"] = parameters.to_json()
-            self._load(model)
+            plan = self._plan(model)
+            self._load(model, 0 if plan is None else plan.reserved)
 
-    def _has_room(self, size: int) -> bool:
+    def _has_room(self, reference: Reference, stored: StoredAImage) -> bool:
         """Return True if a model can be loaded at once, without unloading another."""
-        is_busy = bool(self._loads or self._queue)
-        occupied = self._count_places()
-        return not is_busy and occupied < self._limits.models and not self._lacks_memory(size)
+        if self._loads or self._queue or self._unloads:
+            return False
+        plan = self._plan(ModelSlot(reference, stored, clock=self._clock))
+        return plan is not None and not plan.evicted
 
     def _is_enhancer(self, model: ModelSlot) -> bool:
         return str(model.reference) == self._limits.enhancer
 
-    def _count_places(self) -> int:
-        """Return the number of models that count: a prompt's enhancer has no place of its own."""
-        models = [model for model in self.list_loaded() if not self._is_enhancer(model)]
-        return len(models) + len(self._unloads)
+    @property
+    def capacity(self) -> int:
+        """The number of models that can serve requests at once."""
+        loaded = sum(not self._is_enhancer(model) for model in self.list_loaded())
+        return self._limits.models or max(1, loaded)
+
+    @property
+    def budget(self) -> int | None:
+        """The bytes of memory for all models; None if unknown."""
+        if self._limits.memory is not None:
+            return self._limits.memory
+        return self._device_memory or machine.read_memory_limit()
 
     def _get_slot(self, request: QueuedRequest, stored: StoredAImage) -> ModelSlot:
         digest, keep_alive = stored.descriptor.digest, self._limits.keep_alive
@@ -160,6 +184,7 @@ class ModelScheduler:
         for cancellation in model.runner.cancellations if model.runner is not None else ():
             cancellation.add_done_callback(lambda _: self.arrange())
         self._forget(model)
+        self._release_excess()
         self.arrange()
 
     def arrange(self) -> None:
@@ -223,66 +248,114 @@ class ModelScheduler:
                     self.unload(loading, "room")
             # One load at a time; this model is next
             return True
-        occupied = self._count_places()
-        if occupied < self._limits.models or self._is_enhancer(model):
-            self._load(model)
-        elif occupied - len(self._unloads) >= self._limits.models:
-            counted = (loaded for loaded in self.list_loaded() if not self._is_enhancer(loaded))
-            if (idle := self._select_idle(counted)) is None:
-                return False
-            self.unload(idle, "room")
+        if self._unloads:
+            # Their memory will be free
+            return True
+        if (plan := self._plan(model)) is None:
+            return False
+        for evicted in plan.evicted:
+            self._evict(self._models[evicted.digest], model)
+        if not plan.evicted:
+            self._load(model, plan.reserved)
         return True
 
-    def _select_idle(self, models: Iterable[ModelSlot]) -> ModelSlot | None:
-        """Return the model to unload: that of the least cost, then the one idle for longest."""
-        idle = (model for model in models if not model.served)
-        return min(
-            idle,
-            key=lambda model: (self.eviction_cost(model.digest), model.last_used),
-            default=None,
+    def _plan(self, model: ModelSlot) -> LoadPlan | None:
+        """Plan the load of a model beside those that are loaded."""
+        loaded = [self._describe(each) for each in self._list_in_order()]
+        reserve = self._compute_reserve(model, *self.list_loaded())
+        room = MemoryRoom(self.budget, self._free(), self._limits.models)
+        return plan_load(self._describe(model), loaded, room, reserve)
+
+    def _compute_reserve(self, *models: ModelSlot) -> int:
+        """Return the bytes to reserve for the enhancer; 0 if it is one of the models."""
+        enhancer = self.enhancer
+        if enhancer is None or any(each.digest == enhancer.descriptor.digest for each in models):
+            return 0
+        return estimate_need(enhancer, self._dtype)
+
+    def _describe(self, model: ModelSlot) -> LoadedModel:
+        size = 0 if model.runner is None else model.runner.size
+        need = max(size, estimate_need(model.stored, self._dtype))
+        return LoadedModel(model.digest, need, not model.served, not self._is_enhancer(model))
+
+    def _list_in_order(self) -> list[ModelSlot]:
+        """Return the loaded models in the order of eviction; the enhancer is the last.
+
+        That of the least cost is the first, then the one idle for longest.
+        """
+        return sorted(
+            self.list_loaded(),
+            key=lambda model: (
+                self._is_enhancer(model),
+                self.eviction_cost(model.digest),
+                model.last_used,
+            ),
         )
 
-    def _load(self, model: ModelSlot) -> None:
+    def _select_idle(self) -> ModelSlot | None:
+        """Return the model to unload; None if all are busy."""
+        return next((model for model in self._list_in_order() if not model.served), None)
+
+    def _load(self, model: ModelSlot, reserved: int) -> None:
         _log.info("loading", extra={"model": str(model.reference)})
-        model.load = load = asyncio.create_task(self._run(model))
+        model.load = load = asyncio.create_task(self._run(model, reserved))
+        self._share_memory(model)
         self._loads.add(load)
         load.add_done_callback(partial(self._finish_load, model, self._clock()))
         for request in self._list_waiting(model):
             request.stage = "loading"
             request.moved.set()
 
-    async def _run(self, model: ModelSlot) -> Runner:
-        while self._lacks_memory(model.stored.size) and await self._unload_idle(model):
-            pass
+    def _release_excess(self) -> None:
+        """Unload an idle model if the processes take more memory than was estimated."""
+        models, budget = self._list_in_order(), self.budget
+        taken = sum(self._describe(model).need for model in models)
+        if len(models) < 2 or budget is None or taken <= budget:
+            return
+        if (idle := next((model for model in models[:-1] if not model.users), None)) is not None:
+            self.unload(idle, "memory")
+
+    def _share_memory(self, *loading: ModelSlot) -> None:
+        """Leave the memory of each loaded model to it, and the rest to any of them."""
+        models = [*self.list_loaded(), *loading]
+        needs = {model.digest: self._describe(model).need for model in models}
+        total, reserve, budget = sum(needs.values()), self._compute_reserve(*models), self.budget
+        if budget is None or total + reserve <= budget:
+            total += reserve
+        for model in self.list_loaded():
+            if model.runner is not None and not model.is_text:
+                model.runner.reserve(total - needs[model.digest])
+
+    async def _run(self, model: ModelSlot, reserved: int) -> Runner:
         name = model.pin_name(model.reference)
         content = self._roots, name, model.stored.descriptor
         start = partial(Runner.start, *content, self._limits, model.arrival)
         try:
-            return await start()
+            return await start(reserved)
         except NoMemoryError:
             if not await self._unload_idle(model):
                 raise
             while await self._unload_idle(model):
                 pass
-            return await start()
+            return await start(sum(self._describe(busy).need for busy in self.list_loaded()))
 
     async def _unload_idle(self, successor: ModelSlot) -> bool:
         """Unload the model that was idle longest for another one; return False if none is idle."""
-        if (idle := self._select_idle(self.list_loaded())) is None:
+        if (idle := self._select_idle()) is None:
             return False
+        await _wait([self._evict(idle, successor)])
+        return True
+
+    def _evict(self, idle: ModelSlot, successor: ModelSlot) -> asyncio.Task[Any] | None:
+        """Unload a model for another one."""
         if not self._is_reported and (self._is_enhancer(idle) or self._is_enhancer(successor)):
             self._is_reported = True
             text = "the memory has no room for the enhancer beside a model: each unloads the other"
             facts = {"loading": str(successor.reference), "unloading": str(idle.reference)}
             _log.warning(text, extra=facts)
-        await _wait([self.unload(idle, "memory")])
-        return True
-
-    def _lacks_memory(self, size: int) -> bool:
-        sizes = [model.runner.size for model in self.list_loaded() if model.runner is not None]
-        limit, free = self._limits.memory, self._free()
-        is_above = limit is not None and limit < size + sum(sizes)
-        return is_above or (free is not None and free < size)
+        count = sum(not self._is_enhancer(model) for model in self.list_loaded())
+        is_full = self._limits.models is not None and count >= self._limits.models
+        return self.unload(idle, "room" if is_full else "memory")
 
     def _finish_load(self, model: ModelSlot, started: float, load: asyncio.Task[Runner]) -> None:
         self._loads.discard(load)
@@ -306,6 +379,9 @@ class ModelScheduler:
 
     def _finish_start(self, model: ModelSlot, runner: Runner, seconds: float) -> None:
         model.runner, model.last_used = runner, self._clock()
+        self._device_memory = runner.total or self._device_memory
+        if not model.is_text:
+            self._dtype = runner.dtype
         runner.ended.add_done_callback(lambda _: self._handle_exit(model, runner))
         self._metrics.loads.observe(seconds)
         self._events.record("load", model=str(model.reference), seconds=round(seconds, 3))
@@ -336,6 +412,7 @@ class ModelScheduler:
             return load
         self._metrics.evictions.labels(reason).inc()
         self._events.record("evict", model=str(model.reference), reason=reason)
+        self._share_memory()
         task = asyncio.create_task(runner.stop())
         self._unloads.add(task)
         task.add_done_callback(self._unloads.discard)

@@ -191,7 +191,7 @@ class Settings(CallerSettings):
     allow_origins: Origins = ()
     allow_inputs: Annotated[tuple[str, ...], BeforeValidator(_parse_inputs)] = ()
     public_url: Annotated[str | None, BeforeValidator(_parse_base_url)] = None
-    max_models: int = Field(default=1, ge=1)
+    max_models: int | None = Field(default=None, ge=1)
     text_encoder: Literal["auto", "keep", "release"] = "auto"
     memory: Annotated[int | None, BeforeValidator(_parse_size)] = None
     queue: int = Field(default=8, ge=0)

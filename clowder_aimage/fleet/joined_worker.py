@@ -94,7 +94,7 @@ class JoinedWorker(Role):
         self._calls = calls
         self._watch = WorkerWatch(link)
         self._view = StoreView(service.store, service.descriptions)
-        self._slots = SlotCounter(service.settings.max_models, service.settings.parallel)
+        self._slots = SlotCounter(service.settings.max_models or 1, service.settings.parallel)
         self._placement = Placement(
             service, self._view, self._slots, self._watch.workers, identity.id
         )

@@ -120,6 +120,10 @@ class Pipeline(Protocol):
         """
         ...
 
+    def set_share(self, memory: int | None) -> None:
+        """Change the memory for this process; it holds from the next request."""
+        ...
+
     def check(self, request: GenerateRequest, pictures: PictureInput | None = None) -> None:
         """Reject a request, or its picture, that this model does not support; change nothing.
 

@@ -23,7 +23,8 @@ function Memory({ budget, used, planned, available, models }) {
     { kind: 'planned', size: planned, label: t('meter.planned') },
   ];
   const rest = Math.max(0, room - used - planned);
-  const notes = [t('meter.models', { n: loaded.value.length, most: models })];
+  const sizes = { n: loaded.value.length, size: bytes(used), budget: bytes(room) };
+  const notes = [models === null ? t('meter.models', sizes) : t('meter.models.most', { ...sizes, most: models })];
   if (available !== null) notes.push(t('meter.available', { size: bytes(available) }));
   return html`<${Meter} title=${t('meter.memory')} parts=${parts} rest=${rest} total=${room} notes=${notes}
     text=${t('meter.budget', { size: bytes(room) })} />`;

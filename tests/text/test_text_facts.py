@@ -139,14 +139,14 @@ def test_the_pooling_of_a_model_comes_back(tmp_path: Path) -> None:
     assert (tmp_path / "out" / name).read_bytes() == (path / name).read_bytes()
 
 
-def test_models_of_a_worker_divide_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_leaves_memory_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     scripted = SimpleNamespace(load=lambda *_, **how: how["memory"], get_default_memory=lambda: 900)
     monkeypatch.setitem(runtime._MODULES, "llama.cpp", ("scripted_runtime", "llama"))
     monkeypatch.setitem(sys.modules, "scripted_runtime", scripted)
     aimage: Any = SimpleNamespace(properties={"format": "gguf"})
     files: Any = None
     shares: list[Any] = [
-        runtime.load_language_model(files, aimage, memory=memory, models=models)
-        for memory, models in ((None, 1), (600, 1), (None, 3), (600, 3))
+        runtime.load_language_model(files, aimage, memory=memory, reserved=reserved)
+        for memory, reserved in ((None, 0), (600, 0), (None, 200), (600, 200), (600, 700))
     ]
-    assert shares == [None, 600, 300, 200]
+    assert shares == [None, 600, 700, 400, 1]

@@ -76,7 +76,7 @@ def played(
 class FakeRunner:
     """Simulate a model without a process. It pauses while ``is_running`` is cleared."""
 
-    pid, size, device, dtype, parallel = 0, 1000, "none", "float32", 1
+    pid, size, total, device, dtype, parallel = 0, 1000, 0, "none", "float32", 1
     cancellations: tuple[asyncio.Task[None], ...] = ()
 
     def __init__(self) -> None:
@@ -112,6 +112,9 @@ class FakeRunner:
                 b"", request.sampling.seed, 0, request.sampling.width, request.sampling.height
             )
         )
+
+    def reserve(self, size: int) -> None:
+        self.reserved = size
 
     async def stop(self) -> None:
         if self.is_alive:

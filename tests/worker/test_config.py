@@ -88,7 +88,7 @@ def test_defaults_apply_without_any_setting(file: Path) -> None:
     assert (said.text_encoder, said.memory) == ("auto", None)
     assert (said.pull, said.stream_format, said.png_facts) == ("if-missing", "auto", True)
     limits = said.limits
-    assert (limits.queue, limits.models, limits.keep_alive) == (8, 1, 300.0)
+    assert (limits.queue, limits.models, limits.keep_alive) == (8, None, 300.0)
     assert limits.deadline == math.inf
     assert (limits.text_deadline, limits.picture_deadline) == (600.0, 20.0)
 
@@ -279,7 +279,7 @@ def test_config_show_lists_every_setting_with_its_origin(
     assert found["store"] == (str(here.store), "AIMAGE_STORE")
     assert found["worker.queue"] == (2, str(file))
     assert found["worker.grace"] == (60.0, "AIMAGE_SERVE_GRACE")
-    assert found["worker.maxModels"] == (1, "default")
+    assert found["worker.maxModels"] == (None, "default")
     assert found["worker.deadline"] == (-1, "default")
     assert found["worker.textEncoder"] == ("auto", "default")
     assert found["worker.memory"] == (None, "default")

@@ -406,7 +406,7 @@ def test_a_closing_engine_loads_no_model(stocked_store: LayeredStore) -> None:
             sample(engine, "aimage_model_load_duration_seconds_count"),
         )
 
-    heard, others, loads = played(stocked_store, play)
+    heard, others, loads = played(stocked_store, play, models=1)
     assert isinstance(heard[-1], ImageEvent)
     assert [type(event) for event in others] == [QueuedEvent]
     assert loads == 1

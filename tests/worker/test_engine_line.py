@@ -178,7 +178,7 @@ def test_the_model_of_the_least_cost_is_evicted(stocked_store: LayeredStore) -> 
         for costs in ({}, {"other:latest": 1.0}, {"tiny:latest": 1.0}):
             digests = {str(one.digest): str(one.reference) for one in engine.list_loaded()}
             engine.set_eviction_cost(lambda digest, w=costs, d=digests: w.get(d[str(digest)], 0.0))
-            names.append(str(engine._scheduler._select_idle(engine.list_loaded()).reference))
+            names.append(str(engine._scheduler._select_idle().reference))
         return names
 
     assert played(stocked_store, play, models=2) == ["tiny:latest", "tiny:latest", "other:latest"]
@@ -339,7 +339,7 @@ def test_requests_are_served_in_order_across_models(stocked_store: LayeredStore)
             await each.result()
         return order, [getattr(each.heard[0], "ahead", None) for each in clients]
 
-    order, ahead = played(stocked_store, play)
+    order, ahead = played(stocked_store, play, models=1)
     assert order == [1, 2, 3, 4]
     assert ahead == [0, 1, 2, 3]
 
@@ -400,7 +400,7 @@ def test_a_model_that_arrives_is_loaded_only_while_no_other_is_wanted(
         ended, start = asyncio.Event(), FakeRunner.start
 
         async def load(*arguments: Any) -> FakeRunner:
-            if arguments[-1]:  # it is arriving
+            if arguments[-2]:  # it is arriving
                 try:
                     await asyncio.Event().wait()
                 finally:
@@ -421,7 +421,7 @@ def test_a_model_that_arrives_is_loaded_only_while_no_other_is_wanted(
         scheduler.leave(early[1])
         return is_kept, ended.is_set(), heard[-1], loads
 
-    is_kept, is_ended, last, models = played(stocked_store, play)
+    is_kept, is_ended, last, models = played(stocked_store, play, models=1)
     assert is_kept and is_ended
     assert isinstance(last, ImageEvent)
     assert models == 2  # the one that was given up for tiny waits for its pull

@@ -149,9 +149,9 @@ def test_releasing_the_text_encoder_does_not_change_pictures(tiny_store: Layered
     assert played(tiny_store, without, keep) == stays[0]
 
 
-def test_a_limit_for_two_models_refuses_pictures_of_one(tiny_store: LayeredStore) -> None:
+def test_a_limit_refuses_pictures_that_exceed_it(tiny_store: LayeredStore) -> None:
     with pytest.raises(UsageError, match=r"^2 MiB of memory are insufficient .* are required$"):
-        played(tiny_store, two, EngineLimits(memory=2 << 20, models=2))
+        played(tiny_store, two, EngineLimits(memory=2 << 20))
 
 
 @pytest.mark.integration

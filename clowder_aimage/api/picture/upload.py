@@ -116,7 +116,7 @@ class PictureUploads:
         """Count a request with pictures. Raises BusyError, StoppedError."""
         engine = self.service.engine
         engine.check_room()
-        self._places.enter(engine.limits.queue + engine.limits.models, engine.refuse)
+        self._places.enter(engine.limits.queue + engine.capacity, engine.refuse)
 
     def keep(self, lease: Lease, data: bytes, label: str) -> InputFile:
         """Put a picture into the store, leased. Raises as ``pictures.input.keep``."""

@@ -58,7 +58,10 @@ class MemoryFacts(TypedDict):
     available: Annotated[int | None, Field(description="Available to a new process.")]
     used: Annotated[int, Field(description="The models in memory.")]
     planned: Annotated[int, Field(description="The blobs of models that are being loaded.")]
-    models: Annotated[int, Field(description="Models in memory at once.")]
+    models: Annotated[
+        int | None,
+        Field(description="The largest number of models in memory; `null` if memory is the limit."),
+    ]
 
 
 class StoreFacts(TypedDict):

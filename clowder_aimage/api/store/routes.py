@@ -108,9 +108,8 @@ class StoreReport:
     def _measure_memory(self) -> MemoryFacts:
         engine = self._service.engine
         runners = [model.runner for model in engine.list_loaded()]
-        limit = engine.limits.memory
         return {
-            "budget": machine.read_memory_limit() if limit is None else limit,
+            "budget": engine.budget,
             "available": machine.read_available_memory(),
             "used": sum(model.size for model in runners if model is not None),
             "planned": engine.planned,

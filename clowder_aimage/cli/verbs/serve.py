@@ -216,7 +216,9 @@ allow_origin_option = click.option(
     "May be repeated. [default: none]",
 )
 @click.option(
-    "--max-models", type=click.IntRange(1), help="Maximum number of loaded models. [default: 1]"
+    "--max-models",
+    type=click.IntRange(1),
+    help="Maximum number of loaded models. [default: as many as the memory has room for]",
 )
 @click.option(
     "--parallel",

@@ -106,6 +106,10 @@ class FlowPipeline:
         budget.set_memory(memory, limit=limit, is_last=is_last)
         budget.total = total or budget.total
 
+    def set_share(self, memory: int | None) -> None:
+        """Change the memory for this process; it holds from the next request."""
+        self.networks.budget.memory = memory
+
     def preload(self, request: GenerateRequest) -> str:
         """Load all networks if they can stay in memory while the request's pictures are made.
 

@@ -38,14 +38,14 @@ def load_language_model(
     memory: int | None = None,
     context: int | None = None,
     parallel: int = 1,
-    models: int = 1,
+    reserved: int = 0,
 ) -> LanguageModel:
     """Load a model on the calling thread, which must be the only one to use it.
 
     dtype: "float32", "bfloat16", or None for the default of the device. memory: bytes that the
     weights and the caches of all requests may take; None for the machine's memory. context: maximum
     tokens of a request; None for the context of the model, less if the memory is insufficient.
-    parallel: requests that are served at once. models: number of models that share the memory.
+    parallel: requests that are served at once. reserved: bytes of it for other models.
 
     Raises:
         UsageError: The extra of the runtime, or a library that it needs, is not installed.
@@ -64,8 +64,8 @@ def load_language_model(
         if runtime == MLX_LM and is_encoder(find_object(files, aimage, "config.json") or {}):
             runtime = ENCODER
     runtime_module = import_runtime(runtime)
-    if models > 1:
-        memory = (memory or runtime_module.get_default_memory()) // models
+    if reserved:
+        memory = max(1, (memory or runtime_module.get_default_memory()) - reserved)
     options = {"dtype": dtype, "memory": memory, "context": context, "parallel": parallel}
     with refuse_unrunnable():
         model: LanguageModel = runtime_module.load(files, aimage, **options)

@@ -417,7 +417,8 @@ export const de = {
   'meter.unneeded': 'Nicht gebraucht',
   'meter.others': 'Andere Dateien',
   'meter.free': 'Frei',
-  'meter.models': 'Modelle im Arbeitsspeicher: {n} von höchstens {most}.',
+  'meter.models': '{n} geladen, {size} von {budget}.',
+  'meter.models.most': '{n} von höchstens {most} geladen, {size} von {budget}.',
   'meter.available': '{size} stehen einem neuen Prozess zur Verfügung.',
   // referrers
   'referrers.title': 'Verweise',

@@ -394,7 +394,8 @@ export const en = {
   'meter.unneeded': 'Not needed',
   'meter.others': 'Other files',
   'meter.free': 'Free',
-  'meter.models': 'Models in memory: {n} of at most {most}.',
+  'meter.models': '{n} loaded, {size} of {budget}.',
+  'meter.models.most': '{n} loaded of at most {most}, {size} of {budget}.',
   'meter.available': '{size} are available to a new process.',
   // referrers
   'referrers.title': 'Referrers',
