@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from clowder_aimage.api.service import Service
 from clowder_aimage.engine.admission import NEVER
 from clowder_aimage.errors import AImageError, NotFoundError
+from clowder_aimage.layout.index import find_similar_name
 from clowder_aimage.oci import Reference
 
 
@@ -56,8 +56,6 @@ def _is_stored(service: Service, reference: Reference) -> bool:
 
 def _find_similar(service: Service, reference: Reference) -> str | None:
     try:
-        names = [name for name, _ in service.store.list_tags()]
+        return find_similar_name(str(reference), (name for name, _ in service.store.list_tags()))
     except AImageError:
         return None
-    close = difflib.get_close_matches(str(reference), names, n=1, cutoff=0.7)
-    return close[0] if close else None

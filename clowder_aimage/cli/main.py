@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gc
 import importlib
@@ -10,6 +11,7 @@ import os
 import sys
 import threading
 import warnings
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
@@ -384,6 +386,7 @@ def _report(error: click.ClickException | AImageError | OSError) -> int:
     credentials = ""
     if isinstance(error, AImageError):
         credentials = error.facts.get("credentials", "")
+        _suggest_name(error)
         kind, message, hint = type(error).__name__, error.message, format_advice(error)
     else:
         message = error.format_message()
@@ -402,6 +405,19 @@ def _report(error: click.ClickException | AImageError | OSError) -> int:
     else:
         _print_error(message, f"credentials: {credentials}" if credentials else None, hint)
     return code
+
+
+def _suggest_name(error: AImageError) -> None:
+    """Name the AImage in the store whose name resembles one that is not there."""
+    if error.remedy != "not_in_store_pull":
+        return
+    from clowder_aimage.layout import ImageLayout
+    from clowder_aimage.layout.index import find_similar_name
+
+    with contextlib.suppress(AImageError):
+        names = (name for name, _ in ImageLayout(Path(error.facts["root"])).list_tags())
+        if similar := find_similar_name(error.facts["name"], names):
+            error.remedy, error.facts["similar"] = "not_in_store_similar", similar
 
 
 def _print_error(message: str, *details: str | None) -> None:

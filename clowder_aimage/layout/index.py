@@ -31,6 +31,7 @@ from clowder_aimage.layout.lock import (
 )
 from clowder_aimage.layout.metadata import MetadataFiles, build_file_name, write_shared
 from clowder_aimage.oci import Digest, Reference, mediatype, read_json
+from clowder_aimage.oci.reference import DEFAULT_TAG
 
 MAX_INDEX_SIZE = 64 * 1024 * 1024
 # In order of preference: containerd's exports have only the tag as ref.name.
@@ -144,6 +145,17 @@ def find_entry_name(annotations: Any) -> str:
     if not isinstance(annotations, dict):
         return ""
     return next((str(annotations[key]) for key in _NAMES if annotations.get(key)), "")
+
+
+def find_similar_name(name: str, names: Iterable[str]) -> str | None:
+    """Return the name that resembles another one most, or None."""
+    import difflib
+
+    # With a common tag all short names would be similar.
+    tag = f":{DEFAULT_TAG}"
+    by_short = {text.removesuffix(tag): text for text in names}
+    close = difflib.get_close_matches(name.removesuffix(tag), by_short, n=1, cutoff=0.7)
+    return by_short[close[0]] if close else None
 
 
 def get_name(entry: Any) -> str:

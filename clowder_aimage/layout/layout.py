@@ -133,7 +133,10 @@ class ImageLayout(ContentStore):
             elif name == text or is_same_name(name, reference):
                 return descriptor
         raise NotFoundError(
-            f"{reference} not found in the store {self.root}", remedy="not_in_store_pull"
+            f"{reference} not found in the store {self.root}",
+            remedy="not_in_store_pull",
+            name=text,
+            root=self.root,
         )
 
     def exists(self, content: Descriptor, /) -> bool:
