@@ -198,7 +198,7 @@ def test_keys_are_added_rotated_and_removed(office: Office, tmp_path: Path) -> N
     # A removed key stays removed
     office.init()
     assert "gateway-1" not in office.list_keys()
-    assert "one of --output and --public" in office("key", "add", "x", "--role", "gateway", code=2)
+    assert "either --output or --public" in office("key", "add", "x", "--role", "gateway", code=2)
     output = ("--output", tmp_path / "new.seed")
     assert "never overwritten" in office("key", "rotate", "g2", *output, code=2)
     assert office.list_keys()["g2"] == read_seed(tmp_path / "g2.seed", SIGNER).public

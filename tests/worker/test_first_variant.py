@@ -63,8 +63,10 @@ def test_the_request_after_the_pull_uses_the_aimage_itself(
             *(str(m.digest) for m in engine.list_loaded()),
         ]
 
-    first, second, loaded = played(store, play, first="int4")
-    assert (first, second, loaded) == (digests["int4"], digests["v1"], digests["v1"])
+    first, second, *loaded = played(store, play, first="int4")
+    assert (first, second) == (digests["int4"], digests["v1"])
+    # There is room for both.
+    assert {*loaded} == {digests["int4"], digests["v1"]}
     assert {name for name, _ in store.list_tags()} == {f"{name}:v1", f"{name}@{digests['int4']}"}
 
 
