@@ -38,6 +38,7 @@ from typing import Any
 
 import aiohttp
 from aiohttp import web
+from prometheus_client import CollectorRegistry
 
 from benchmarks.jobs import ENVIRONMENT, PICTURES, Program, free_port, percentiles
 from clowder_aimage.api.request_body import read_checked
@@ -158,6 +159,7 @@ def service_of(role: SleepingRole, slots: int) -> Any:
             list_loaded=loaded, set_eviction_cost=set_eviction_cost, is_draining=False
         ),
         resolve_reference=lambda name: Reference.parse(name or "m1"),
+        metrics=SimpleNamespace(registry=CollectorRegistry()),
     )
 
 
