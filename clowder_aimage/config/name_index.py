@@ -20,6 +20,7 @@ from clowder_aimage.config.user_directory import (
     resolve_names_file,
 )
 from clowder_aimage.content.unit import parse_size
+from clowder_aimage.document.optional_file import warn
 from clowder_aimage.document.unicode_text import recode_file
 from clowder_aimage.document.yaml import Lines, format_position, read_yaml
 from clowder_aimage.document.yaml import Path as YamlPath
@@ -157,6 +158,10 @@ def _read_users(path: Path) -> dict[str, NamedModel]:
         if len(raw) > _MAX_SIZE:
             raise UsageError(f"cannot use {path}: it is larger than 1 MiB")
         return _parse(recode_file(raw).decode("utf-8"), str(path), str(path))
+    except PermissionError as error:
+        # The home may be that of another user.
+        warn(f"{path} is ignored: {error.strerror}")
+        return {}
     except OSError as error:
         if error.errno in _ABSENT:
             return {}

@@ -46,10 +46,10 @@ VERBS = dict(verbs(cli))
 
 
 def options(command: click.Command) -> set[str]:
-    """All spellings of all options, ``--help`` included."""
+    """All spellings of all options that are shown, ``--help`` included."""
     found = set()
     for parameter in command.get_params(click.Context(command)):
-        if isinstance(parameter, click.Option):
+        if isinstance(parameter, click.Option) and not parameter.hidden:
             found |= {*parameter.opts, *parameter.secondary_opts}
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -178,8 +179,10 @@ def _iter_names(file: Path | None) -> Iterator[Value]:
     for name, reference in listed.items():
         yield Value(f"names.{name}", reference, str(file))
     path = resolve_names_file()
-    if path is not None and path.exists():
-        yield Value("names", str(path), "default")
+    # A directory that this user may not look into has no file for it.
+    with contextlib.suppress(PermissionError):
+        if path is not None and path.exists():
+            yield Value("names", str(path), "default")
 
 
 def _iter_registry_settings(file: Path | None) -> Iterator[Value]:
