@@ -11,7 +11,6 @@ import os
 import sys
 import threading
 import warnings
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
@@ -411,13 +410,16 @@ def _suggest_name(error: AImageError) -> None:
     """Name the AImage in the store whose name resembles one that is not there."""
     if error.remedy != "not_in_store_pull":
         return
+    from pathlib import Path
+
     from clowder_aimage.layout import ImageLayout
     from clowder_aimage.layout.index import find_similar_name
 
     with contextlib.suppress(AImageError):
         names = (name for name, _ in ImageLayout(Path(error.facts["root"])).list_tags())
         if similar := find_similar_name(error.facts["name"], names):
-            error.remedy, error.facts["similar"] = "not_in_store_similar", similar
+            error.remedy = ""
+            error.hint = f"did you mean {similar}? 'aimage ls' lists the names in the store"
 
 
 def _print_error(message: str, *details: str | None) -> None:

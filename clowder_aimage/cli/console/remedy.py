@@ -94,7 +94,6 @@ REMEDIES = {
     "not_in_store": "'aimage ls' lists the names in the store",
     "not_in_store_pull": "'aimage ls' lists the names in the store; 'aimage pull' fetches from a "
     "registry",
-    "not_in_store_similar": "did you mean {similar}? 'aimage ls' lists the names in the store",
     "not_an_aimage": "it can be pulled, pushed and listed, but not run or rewritten; "
     "'aimage attach --get' writes the files of an attachment",
     "nothing_to_convert": "give --quantize, --dtype or both",
