@@ -322,9 +322,10 @@ def test_a_deleted_model_is_unloaded(client: Any, worker: LocalWorker) -> None:
     worker.aimage("convert", "-q", "tiny", "gone", "--quantize", "int8")
     worker.notice()
     client.generate("gone", keep_alive=-1)
-    assert [model.name for model in client.ps().models] == ["gone:latest"]
+    # Those of other tests may be loaded too.
+    assert "gone:latest" in [model.name for model in client.ps().models]
     client.delete("gone")
-    assert client.ps().models == []
+    assert "gone:latest" not in [model.name for model in client.ps().models]
 
 
 # -- invalid requests
