@@ -221,3 +221,9 @@ def test_the_clock_is_read_before_each_operation_on_a_large_operand(
     assert len(render(small, seconds)) == 3 * 999
     with pytest.raises(RenderError, match="takes longer than 2 seconds"):
         render(small.replace("999", "99999"), seconds)
+
+
+def test_a_template_has_a_limited_number_of_tokens() -> None:
+    assert render("{{ " + "1~" * 7_900 + "1 }}") == "1" * 7_901
+    with pytest.raises(RenderError, match="exceeds 16000 tokens"):
+        render("{{ " + "1~" * 8_000 + "1 }}")

@@ -28,6 +28,7 @@ from collections.abc import (
 )
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from typing import Any
 
 import jinja2
@@ -40,6 +41,8 @@ from jinja2.visitor import NodeTransformer
 from markupsafe import Markup
 
 _MAX_SOURCE = 48 << 10  # characters of a template
+# The largest templates of public models have a third. To compile these takes about a second.
+_MAX_TOKENS = 16_000
 # Bits of a number: its text takes quadratic time.
 _MAX_BITS = 1024
 # The largest width, count or number of digits: these determine the size of a result.
@@ -154,6 +157,8 @@ class SandboxedTemplate:
         try:
             if len(source) > _MAX_SOURCE:
                 raise _LimitError(f"it exceeds {_MAX_SOURCE} characters")
+            if next(islice(self._environment.lex(source), _MAX_TOKENS, None), None):
+                raise _LimitError(f"it exceeds {_MAX_TOKENS} tokens")
             self._template = self._environment.from_string(source)
         except Exception as error:
             # Python's compiler raises errors of its own, such as RecursionError.

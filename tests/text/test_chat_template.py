@@ -135,11 +135,12 @@ COSTLY = {
     "deep loops": long("{% for a in [1] %}"),
     "deep conditions": "{% if 1 %}" * 1000 + "{% endif %}" * 1000,
     "many conditions": long("{% elif 1 %}", "{% if 1 %}", "{% endif %}"),
-    "many comparisons": long("1<", "{{ ", "1 }}"),
-    "many sums": long("1~", "{{ ", "1 }}"),
+    "more tokens than allowed": long("1<", "{{ ", "1 }}"),
+    "many comparisons": "{{ " + "1<" * 7_990 + "1 }}",
+    "many sums": "{{ " + "1~" * 7_990 + "1 }}",
     "many filters": long("|d", "{{ 1", " }}"),
-    "many macros": long("{% macro m() %}{% endmacro %}"),
-    "many names": "".join(f"{{{{ v{number} }}}}" for number in range(4500)),
+    "many macros": "{% macro m() %}{% endmacro %}" * 1100,
+    "many names": "".join(f"{{{{ v{number} }}}}" for number in range(3150)),
     "many digits": long("1_", "{{ ", "1 }}"),
     "open comments": long("{# "),
     "white space": long(" \n", "a", "{%- if 1 -%}{%- endif -%}"),
@@ -170,8 +171,9 @@ def test_a_template_is_read_and_rendered_within_seconds(source: str) -> None:
         render(source, message)
     seconds = time.thread_time() - begun
     gc.unfreeze()
-    # To read it takes less than a second, and to render it 2 seconds at most, on a free machine
-    assert seconds < 6
+    # To read it takes a second, and to render it 2 seconds at most. Without budgets it is minutes;
+    # the rest is for machines that are slow, busy and traced.
+    assert seconds < 20
 
 
 def test_the_names_of_templates_lead_nowhere() -> None:
