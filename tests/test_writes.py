@@ -20,6 +20,7 @@ EXCEPTIONS = {
     "content/open_directory.py": "the module that does it",
     "content/file_system.py": "O_CREAT with O_EXCL: an empty file, to test locks",
     "layout/lock.py": "O_CREAT with O_NOFOLLOW, in .aimage of a store, which only its users write",
+    "layout/ingest_directory.py": "O_CREAT with O_EXCL, there",
     "layout/ingest.py": "O_CREAT with O_EXCL or O_NOFOLLOW, there; renames by rename_opened",
     "model/llama/gguf_layers.py": "links in a new directory of mode 0700, removed after the load",
     "model/llama/temporary_directory.py": "a new directory of mode 0700, removed with its context",

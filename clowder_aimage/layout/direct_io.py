@@ -35,11 +35,11 @@ _THREADS = 64
 class DirectFile:
     """A second descriptor of the file at ``path``, for direct I/O. Threads may share it."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, *, is_usable: bool = True) -> None:
         self._path = path
         self._lock = threading.Lock()
         self._fd = -1
-        self._is_usable = bool(_DIRECT)
+        self._is_usable = is_usable and bool(_DIRECT)
         self._pending: set[Future[int]] = set()
 
     def begin(self, offset: int, view: memoryview) -> Future[int] | None:

@@ -14,6 +14,7 @@ from typing import Protocol
 
 from clowder_aimage.content.file_system import sync_file_system
 from clowder_aimage.errors import AImageError
+from clowder_aimage.layout.ingest_directory import IngestDirectory, open_ingests
 from clowder_aimage.layout.lock import PRIVATE, translate_store_errors
 from clowder_aimage.oci import Digest
 
@@ -51,6 +52,8 @@ class GroupCommit:
         # The bytes of the pending blobs, and the time of the oldest.
         self._size, self._since = 0, 0.0
         self._settle_lock = threading.Lock()
+        self._ingests: IngestDirectory | None = None
+        self._has_opened_ingests = False
 
     def __contains__(self, digest: Digest) -> bool:
         with self._lock:
@@ -61,6 +64,19 @@ class GroupCommit:
         """Return True if any blob is pending."""
         with self._lock:
             return bool(self._waiting or self._settling)
+
+    def create_ingest(self, name: str) -> int | None:
+        """Create a locked file for a small blob; return None if it must be opened by its path.
+
+        The first one always is: that reports what is wrong with the store.
+        """
+        if self._ingests is not None:
+            return self._ingests.create(name)
+        with self._lock:
+            is_first, self._has_opened_ingests = not self._has_opened_ingests, True
+        if is_first:
+            self._ingests = open_ingests(self._root)
+        return None
 
     def add(self, digest: Digest, blob: PendingCommit, size: int) -> None:
         """Add a blob; commit all if a limit is reached. Raises StoreError or NoSpaceError."""

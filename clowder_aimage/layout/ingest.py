@@ -40,6 +40,7 @@ from clowder_aimage.layout.group_commit import GroupCommit
 from clowder_aimage.layout.lock import (
     PRIVATE,
     check_own,
+    check_single_writer,
     find_holder_pid,
     lock_file,
     make_directory,
@@ -51,6 +52,9 @@ from clowder_aimage.oci.digest import create_hasher
 
 # Blobs never change.
 BLOB_MODE = 0o444
+# Bytes. In a batch, smaller blobs are written through the page cache: handing them to a thread that
+# only writes costs more than the copy.
+_DIRECT_SIZE = 4 * 1024 * 1024
 # Bytes. Smaller blobs have no journal, and are fetched again.
 JOURNALED = 16 * 1024 * 1024
 _JOURNAL_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -86,19 +90,27 @@ class FileIngest:
         self._lock = threading.Lock()
         self._hashing = threading.Lock()
         self._syncing = threading.Lock()
-        check_own(root, "ingest")
         name = key if expected else f"{key[:80]}.{os.urandom(8).hex()}"
-        # A str, because thousands of Paths are slow.
+        # Strings, because thousands of Paths are slow.
         self._path = os.path.join(root, _DIRECTORY, name)
-        self._journal = Path(f"{self._path}.journal")
-        self._direct = DirectFile(self._path)
+        self._journal = f"{self._path}.journal"
+        is_small = batch is not None and expected is not None and expected.size < _DIRECT_SIZE
+        self._direct = DirectFile(self._path, is_usable=not is_small)
         self._is_journaled = expected is not None and expected.size > JOURNALED
+        self._ranges: list[_Range] = []
+        self._journal_size = 0  # bytes in the journal
+        self._reset_hash()
+        if batch is not None and is_small and (fd := batch.create_ingest(name)) is not None:
+            self._fd = fd
+            return
+        check_own(root, "ingest")
         with translate_store_errors(root):
+            check_single_writer(root)
             self._fd = self._open()
             size = os.fstat(self._fd).st_size
-        self._ranges = self._read_journal(size) if self._is_journaled else []
-        self._journal_size = _sum_sizes(self._ranges)  # bytes in the journal
-        self._reset_hash()
+        if self._is_journaled:
+            self._ranges = self._read_journal(size)
+            self._journal_size = _sum_sizes(self._ranges)
         if not self._ranges and (size or self._is_journaled):
             # A malformed journal must not be used later, either.
             self.restart()
@@ -176,7 +188,7 @@ class FileIngest:
         """Return the durable ranges of a file of ``size`` bytes, as the journal lists them."""
         with contextlib.suppress(OSError, ValueError):
             # A crash may have torn the last line.
-            lines = self._journal.read_text("ascii").split("\n")[:-1]
+            lines = Path(self._journal).read_text("ascii").split("\n")[:-1]
             for line in filter(None, reversed(lines)):
                 ranges = _parse_ranges(line)
                 return ranges if all(0 <= start < end <= size for start, end in ranges) else []
@@ -309,7 +321,7 @@ class FileIngest:
                 os.close(fd)
             # Both files may be new in the directory.
             if not self._journal_size:
-                sync_directory(self._journal.parent)
+                sync_directory(Path(self._journal).parent)
         self._journal_size = _sum_sizes(ranges)
 
     def commit(self, expected: Descriptor, /) -> None:
@@ -385,7 +397,7 @@ class FileIngest:
     def give_up(self) -> None:
         """Close the ingest, and keep the ranges in the journal."""
         with self._syncing:
-            is_resumable = self._is_journaled and self._journal.exists()
+            is_resumable = self._is_journaled and Path(self._journal).exists()
             if is_resumable:
                 self._close()
         if not is_resumable:

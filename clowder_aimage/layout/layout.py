@@ -55,7 +55,6 @@ from clowder_aimage.layout.lease import COLLECTION, FileLease
 from clowder_aimage.layout.lock import (
     PRIVATE,
     check_own,
-    check_single_writer,
     hold_lock,
     make_directory,
     open_regular,
@@ -279,8 +278,6 @@ class ImageLayout(ContentStore):
     def ingest(self, key: str, expected: Descriptor | None = None, /) -> FileIngest:
         """Begin or continue an ingest. Raises IngestBusyError, StoreError or NoSpaceError."""
         self._check_exists()
-        with translate_store_errors(self.root):
-            check_single_writer(self.root)
         try:
             return FileIngest(self.root, key, expected, batch=self._batch)
         except IngestBusyError:

@@ -42,6 +42,8 @@ PRIVATE = ".aimage"
 # The version of the private files (docs/upgrade.md).
 VERSION = 1
 READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
+# The mode of a private file in a group's store
+SHARED_MODE = 0o660
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 # Seconds by which a file server's clock may be ahead
 _SKEW = 300.0
@@ -333,10 +335,14 @@ def check_own(root: Path, *kind: str) -> str:
     return path
 
 
-def share(fd: int, directory: str | Path, mode: int = 0o660) -> None:
-    """Share a new file with the group of a group's directory (setgid, writable)."""
-    mode_bits = os.stat(directory).st_mode
-    if mode_bits & stat.S_ISGID and mode_bits & stat.S_IWGRP:
+def is_shared(directory: os.stat_result) -> bool:
+    """Return True if a directory is a group's: setgid, and writable by it."""
+    return bool(directory.st_mode & stat.S_ISGID and directory.st_mode & stat.S_IWGRP)
+
+
+def share(fd: int, directory: str | Path, mode: int = SHARED_MODE) -> None:
+    """Share a new file with the group of a group's directory."""
+    if is_shared(os.stat(directory)):
         set_mode(fd, mode, directory)
 
 

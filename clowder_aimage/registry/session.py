@@ -50,6 +50,8 @@ _SILENCE = 4.0
 ACCEPT = ", ".join(sorted(mediatype.DOCUMENTS))
 _DOCKER_HUB = "registry-1.docker.io"
 _log = logging.getLogger("aimage.registry")
+# GitHub refuses with 403.
+_REFUSALS = TRANSIENT_STATUS | {403}
 _DIGEST = re.compile(r"sha(?:256|512):[0-9a-f]+")
 
 
@@ -165,6 +167,10 @@ class Session(AbstractContextManager["Session"]):
         self._elsewhere.check(scheme, host, port)
         return url
 
+    def _is_own(self, url: str) -> bool:
+        """Return True for a URL of the registry's origin."""
+        return url.startswith(f"{self.base}/") or parse_origin(url) == parse_origin(self.base)
+
     @property
     def credentials(self) -> CredentialTrace:
         """The record of the credentials for the repository."""
@@ -217,7 +223,7 @@ class Session(AbstractContextManager["Session"]):
         if url in (f"{self.base}/v2/", self.catalog):
             # The registry itself requires no permission for a repository.
             actions = ""
-        is_ours = parse_origin(url) == parse_origin(self.base)
+        is_ours = self._is_own(url)
         sent = {"Accept-Encoding": "identity", **(headers or {})}
         if not is_ours:
             response = self._send(self._elsewhere.open(), method, url, sent, body, read_timeout)
@@ -250,7 +256,7 @@ class Session(AbstractContextManager["Session"]):
     def _record(self, response: RegistryResponse, actions: str) -> RegistryResponse:
         """Return a final response, with the record of the credentials for it."""
         response.credentials = trace = self._auth.trace
-        if parse_origin(response.url) == parse_origin(self.base):
+        if self._is_own(response.url):
             if response.status_code == 401:
                 challenge = response.headers.get("WWW-Authenticate", "")
                 self._auth.record_refusal(actions, challenge)
@@ -423,8 +429,7 @@ class Session(AbstractContextManager["Session"]):
 
     def _is_refusal(self, response: RegistryResponse) -> bool:
         """Return True for an answer that asks to send the request later, and read the time."""
-        # GitHub refuses with 403.
-        if response.status_code not in TRANSIENT_STATUS | {403}:
+        if response.status_code not in _REFUSALS:
             return False
         response.retry_after = read_pause(response.headers, self._clock())
         return response.status_code in OVERLOAD_STATUS or response.retry_after > 0

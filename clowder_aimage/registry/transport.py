@@ -10,6 +10,7 @@ import errno
 import importlib.util
 import math
 import os
+import re
 import socket
 import ssl
 import time
@@ -62,6 +63,12 @@ _NO_SENDFILE = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, err
 SEND_TIMEOUT = 60.0
 _STEP = 128 * 1024
 _NO_RETRY = urllib3.Retry(False)
+# A request line for a path, and headers in ASCII.
+_PLAIN_REQUEST = re.compile(
+    r"[A-Z]+ [!-~]+ HTTP/1\.1\r\n(?:[!#$%&'*+.^_`|~0-9A-Za-z-]+: [\t -~]*\r\n)+\r\n"
+)
+# A line break within a header (RFC 9112, 5.2).
+_FOLD = re.compile(r"\r?\n[ \t]*")
 # The content type and version of an alert (RFC 8446, 5.1).
 _TLS_ALERT = "\x15\x03"
 _TLS_ENDED = (ssl.SSLEOFError, ssl.SSLZeroReturnError)
@@ -142,6 +149,8 @@ class _StreamSender:
     response: TimedResponse | None = None
     addresses: Addresses = {}  # noqa: RUF012 - read only
     boundary: Boundary | None = None
+    # Method, URL and options of a request that this class has sent, until its response.
+    _sent: tuple[str, str, dict[str, Any]] | None = None
 
     def _new_conn(self) -> socket.socket:
         """Connect to the address that is set for the host; TLS and headers keep its name."""
@@ -158,6 +167,81 @@ class _StreamSender:
                 sock.close()
                 raise
         return sock
+
+    def request(
+        self,
+        method: str,
+        url: str,
+        body: Any = None,
+        headers: Mapping[str, str] | None = None,
+        **options: Any,
+    ) -> None:
+        """Send a plain request at once; urllib3 sends others, header by header."""
+        self._sent = None
+        head = self._build_head(method, url, headers or {})
+        if head is None or not isinstance(body, bytes | list | None):
+            super().request(method, url, body=body, headers=headers, **options)  # type: ignore[misc]
+            return
+        if self.sock is not None:  # type: ignore[attr-defined]
+            self.sock.settimeout(self.timeout)  # type: ignore[attr-defined]
+        # urllib3 reads a response that arrived although the body could not be sent.
+        self._sent = method, url, options
+        self.send(head)
+        for block in [body] if isinstance(body, bytes) else body or ():
+            self.send(block)
+
+    def _build_head(self, method: str, url: str, headers: Mapping[str, str]) -> bytes | None:
+        """Return the request line and headers; None for a request that is not plain."""
+        host, port = self.host, self.port  # type: ignore[attr-defined]
+        if self._tunnel_host or ":" in host:  # type: ignore[attr-defined]
+            return None
+        if port != self.default_port:  # type: ignore[attr-defined]
+            host = f"{host}:{port}"
+        lines = [f"{method} {url} HTTP/1.1", f"Host: {host}"]
+        lines += [f"{name}: {value}" for name, value in headers.items()]
+        head = "\r\n".join([*lines, "", ""])
+        names = {name.lower() for name in headers}
+        needed = {"accept-encoding", "user-agent"}
+        if method not in ("GET", "HEAD"):
+            needed.add("content-length")
+        is_usual = needed <= names and names.isdisjoint(("host", "transfer-encoding"))
+        is_plain = is_usual and "/" in url[:1] and _PLAIN_REQUEST.fullmatch(head) is not None
+        # A value with a line break would be another header.
+        return head.encode("ascii") if is_plain and head.count("\n") == len(lines) + 1 else None
+
+    def getresponse(self) -> Any:
+        """Return the response to a request, as urllib3 does."""
+        if self._sent is None:
+            return super().getresponse()  # type: ignore[misc]
+        (method, url, options), self._sent = self._sent, None
+        sock: Any = self.sock  # type: ignore[attr-defined]
+        sock.settimeout(self.timeout)  # type: ignore[attr-defined]
+        response = self.response_class(sock, method=method)
+        try:
+            response.begin()
+        except BaseException as error:
+            response.close()
+            if isinstance(error, ConnectionError):
+                self.close()  # type: ignore[attr-defined]
+            raise
+        if response.will_close:
+            # The response keeps the socket.
+            self.close()  # type: ignore[attr-defined]
+        pairs = response.pairs
+        if pairs is None:
+            pairs = [(name, _FOLD.sub(" ", value)) for name, value in response.headers.items()]
+        return urllib3.HTTPResponse(
+            response,
+            urllib3.HTTPHeaderDict(pairs),
+            response.status,
+            version=response.version,
+            reason=response.reason,
+            preload_content=options["preload_content"],
+            decode_content=options["decode_content"],
+            original_response=response,
+            request_method=method,
+            request_url=url,
+        )
 
     def response_class(self, *args: Any, **kwargs: Any) -> TimedResponse:
         self.response = TimedResponse(*args, **kwargs)
@@ -232,6 +316,8 @@ class Transport:
         self._on_exchange = on_exchange
         self._headers = {"Accept": "*/*", "User-Agent": str(session.headers["User-Agent"])}
         self._routes: dict[tuple[str, str, int], _Route] = {}
+        # The same by the part of a URL before its path, as it is written.
+        self._known_routes: dict[str, _Route] = {}
         self.has_answered = has_answered
 
     def close(self) -> None:
@@ -310,11 +396,9 @@ class Transport:
     ) -> RegistryResponse:
         try:
             pool, needs_url, proxy = self._find_route(url)
-            parts = urlsplit(url)
-            path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
             raw = pool.urlopen(
                 method,
-                url if needs_url else path,
+                url if needs_url else _find_path(url),
                 body=[body] if isinstance(body, StreamBody) else body,
                 headers=headers,
                 redirect=False,
@@ -336,6 +420,12 @@ class Transport:
 
     def _find_route(self, url: str) -> _Route:
         """Return the way to a URL's origin. Raises UsageError for proxies that cannot be used."""
+        prefix = url[: _find_path_start(url)]
+        if (route := self._known_routes.get(prefix)) is None:
+            route = self._known_routes[prefix] = self._choose_route(url)
+        return route
+
+    def _choose_route(self, url: str) -> _Route:
         key = parse_origin(url)
         if key not in self._routes:
             request = requests.Request("GET", url).prepare()
@@ -420,6 +510,19 @@ class Transport:
                 remedy="https" if may_be_tls else "",
             )
         return self._build_request_error(reason, url)
+
+
+def _find_path_start(url: str) -> int:
+    """Return the index of the slash that ends the authority of a URL; 0 if it has none."""
+    return max(0, url.find("/", url.find("://") + 3))
+
+
+def _find_path(url: str) -> str:
+    """Return path and query of a URL."""
+    if (start := _find_path_start(url)) and "#" not in url and "?" not in url[:start]:
+        return url[start:]
+    parts = urlsplit(url)
+    return (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
 
 
 def _is_broken(error: SSLError) -> bool:

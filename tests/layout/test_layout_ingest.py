@@ -306,3 +306,61 @@ def test_an_unwritable_store_is_reported(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(StoreError, match="Permission denied"):
         store.ingest("key")
     assert 1 < len(calls) < 20
+
+
+def test_small_ingests_of_a_batch_are_opened_by_few_calls(
+    store: ImageLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    for name in ("open", "stat", "lstat"):
+        real = getattr(os, name)
+
+        def call(*args: Any, real: Any = real, name: str = name, **options: Any) -> Any:
+            calls.append(name)
+            return real(*args, **options)
+
+        monkeypatch.setattr(os, name, call)
+    contents = [blob(bytes([i])) for i in range(10)]
+    with store.begin_batch():
+        # The first two check the store and its file system.
+        for content in contents:
+            if content is contents[2]:
+                calls.clear()
+            store.ingest(content.digest.encoded, content).abort()
+    assert len(calls) <= 3 * len(contents[2:])
+
+
+def test_an_ingest_of_a_batch_has_one_writer(store: ImageLayout) -> None:
+    first, second = blob(b"1"), blob(b"2")
+    other = ImageLayout(store.root)
+    with store.begin_batch(), other.begin_batch():
+        for content in (first, second, CONTENT):
+            ingest = store.ingest(content.digest.encoded, content)
+            with pytest.raises(IngestBusyError):
+                other.ingest(content.digest.encoded, content)
+            ingest.abort()
+
+
+@pytest.mark.parametrize("left_over", [DATA, DATA[:50], b"", DATA + b"more"])
+def test_a_file_of_a_killed_process_is_written_again(store: ImageLayout, left_over: bytes) -> None:
+    with store.begin_batch():
+        for content in (blob(b"1"), blob(b"2")):
+            store.ingest(content.digest.encoded, content).abort()
+        (store.root / ".aimage" / "ingest" / CONTENT.digest.encoded).write_bytes(left_over)
+        ingest = store.ingest(CONTENT.digest.encoded, CONTENT)
+        assert ingest.list_missing() == [(0, len(DATA))]
+        ingest.write_at(0, DATA)
+        ingest.commit(CONTENT)
+    assert store.find_path(CONTENT).read_bytes() == DATA
+
+
+def test_a_batch_goes_on_in_a_store_that_was_moved_away(store: ImageLayout, tmp_path: Path) -> None:
+    with store.begin_batch():
+        for content in (blob(b"1"), blob(b"2")):
+            store.ingest(content.digest.encoded, content).abort()
+        store.root.rename(tmp_path / "elsewhere")
+        store.root.mkdir()
+        ingest = store.ingest(CONTENT.digest.encoded, CONTENT)
+        ingest.write_at(0, DATA)
+        ingest.commit(CONTENT)
+    assert store.find_path(CONTENT).read_bytes() == DATA
