@@ -28,6 +28,7 @@ remedy is the code of a command that would help; the command line has the texts
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
@@ -214,3 +215,24 @@ class NoSpaceError(AccessError):
 def is_passing(error: Exception) -> bool:
     """Return True if content is missing, damaged or cannot be read: it may be repaired later."""
     return isinstance(error, AccessError | VerificationError | OSError | MemoryError)
+
+
+def build_extra_error(subject: str, extra: str) -> UsageError:
+    """Return the error of what needs a library that is not installed; ``extra`` installs it.
+
+    ``extra`` may have others before it that are of use with it.
+    """
+    message = f"{subject} needs the extra [{extra.rpartition(',')[2]}]"
+    return UsageError(message, remedy="install_extra", extra=extra)
+
+
+@contextlib.contextmanager
+def needs(subject: str, extra: str) -> Iterator[None]:
+    """Convert an import that fails into ``build_extra_error``, unless it is of this package."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        # A missing module of this package is a defect.
+        if (error.name or "").startswith("clowder_aimage"):
+            raise
+        raise build_extra_error(subject, extra) from None

@@ -122,8 +122,8 @@ def _encode_aimage(
 
 
 def _encode_ability(ability: Ability) -> dict[str, Any]:
-    obstacle, _ = ability.find_obstacle()
-    reason = {"obstacle": obstacle} if obstacle else {}
+    obstacle = ability.find_obstacle()
+    reason = {"obstacle": obstacle.message} if obstacle else {}
     return {"capabilities": [*ability.list_capabilities()], **reason}
 
 

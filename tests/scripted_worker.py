@@ -65,6 +65,8 @@ class ScriptedWorker:
     ) -> None:
         self.asked: list[Asked] = []
         self.capabilities: tuple[str, ...] = ("image",)
+        # Names of models that it does not have
+        self.missing: set[str] = set()
         self.left = threading.Event()
         this = self
 
@@ -81,7 +83,10 @@ class ScriptedWorker:
                     return
                 body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
                 if self.path == "/api/show":
-                    self._send(says({"capabilities": [*this.capabilities]}))
+                    is_missing = json.loads(body).get("model") in this.missing
+                    code = {"error": "not found", "code": "model_not_found"}
+                    value = code if is_missing else {"capabilities": [*this.capabilities]}
+                    self._send(says(value, 404 if is_missing else 200))
                     return
                 asked = Asked(self.command, self.path, dict(self.headers.items()), body)
                 this.asked.append(asked)

@@ -99,6 +99,15 @@ def test_no_text_below_the_command_line_names_an_option_or_a_verb() -> None:
     assert not found, "\n".join(found)
 
 
+def test_similar_names_are_found_and_missing_extras_reported_by_one_module_each() -> None:
+    def find(pattern: str) -> list[str]:
+        paths = PACKAGE.rglob("*.py")
+        return [path.name for path in paths if re.search(pattern, path.read_text("utf-8"))]
+
+    assert find(r"\bdifflib\b") == ["similarity.py"]
+    assert find(r"install the extra|needs? the extra \[") == ["errors.py"]
+
+
 def test_the_page_has_no_vague_names_and_no_inline_code() -> None:
     paths = [path for pattern in PAGE_FILES for path in (PACKAGE / "page").glob(pattern)]
     assert paths

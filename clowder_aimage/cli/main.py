@@ -215,20 +215,14 @@ def _format_introduction() -> list[str]:
 
 
 def _suggest_verb(name: str) -> str:
-    import difflib
+    from clowder_aimage.document.similarity import find_nearest
 
     if name in _ELSEWHERE:
         return _ELSEWHERE[name]
-    close = difflib.get_close_matches(name, [*VERBS, *ALIASES], cutoff=0.66)
-    if not close:
+    nearest = find_nearest(name, [*VERBS, *ALIASES], cutoff=0.66)
+    if nearest is None:
         return "'aimage --help' lists the verbs"
-
-    def rank(verb: str) -> tuple[float, int]:
-        equal_count = sum(a == b for a, b in zip(verb, name, strict=False))
-        return difflib.SequenceMatcher(None, verb, name).ratio(), equal_count
-
-    best = max(close, key=rank)
-    return f"did you mean 'aimage {ALIASES.get(best, best)}'?"
+    return f"did you mean 'aimage {ALIASES.get(nearest, nearest)}'?"
 
 
 @examples(

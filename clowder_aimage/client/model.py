@@ -18,7 +18,7 @@ from clowder_aimage.client.store import Store, open_layout
 from clowder_aimage.client.transfer import create_finder
 from clowder_aimage.client.work_thread import IsCancelled, WorkThreads, check_cancelled
 from clowder_aimage.content.copy_option import CopyEvent
-from clowder_aimage.errors import UsageError
+from clowder_aimage.errors import UsageError, needs
 from clowder_aimage.generation.request import GenerateRequest
 from clowder_aimage.model.text.language_model import Embeddings, join_embeddings
 from clowder_aimage.oci import Reference
@@ -210,15 +210,10 @@ _Loaded = tuple["_ImageModel | LanguageModel", tuple[str, ...], ExitStack]
 
 def _load(place: _Place, counter: ProgressCounter, is_cancelled: IsCancelled) -> _Loaded:
     """Return a loaded model, warnings, and what it holds; called in the model's thread."""
-    try:
+    with needs("running a model", "mlx"):
         from clowder_aimage import generate  # noqa: F401 - before anything is pulled
         from clowder_aimage.engine.local_fetch import fetch
         from clowder_aimage.model.text.runtime import find_runtime
-    except ModuleNotFoundError as error:
-        if (error.name or "").startswith("clowder_aimage"):
-            raise
-        message = "running a model needs the extra [mlx]"
-        raise UsageError(message, remedy="install_extra", extra="mlx") from None
 
     def on_event(event: CopyEvent) -> None:
         check_cancelled(is_cancelled)

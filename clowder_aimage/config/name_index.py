@@ -7,7 +7,6 @@ third only adds names, so that no registry changes what a name of the package me
 
 from __future__ import annotations
 
-import difflib
 import errno
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -21,6 +20,7 @@ from clowder_aimage.config.user_directory import (
 )
 from clowder_aimage.content.unit import parse_size
 from clowder_aimage.document.optional_file import warn
+from clowder_aimage.document.similarity import find_nearest
 from clowder_aimage.document.unicode_text import recode_file
 from clowder_aimage.document.yaml import Lines, format_position, read_yaml
 from clowder_aimage.document.yaml import Path as YamlPath
@@ -109,7 +109,7 @@ class NameIndex:
 
     def find_nearest(self, name: str) -> str | None:
         """Return the name of the index that resembles another, or None."""
-        return next(iter(difflib.get_close_matches(name, self.models, n=1, cutoff=0.6)), None)
+        return find_nearest(name, self.models)
 
 
 def choose(variants: tuple[Variant, ...], memory: int | None) -> Choice:

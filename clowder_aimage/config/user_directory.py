@@ -17,12 +17,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from clowder_aimage import __version__
 from clowder_aimage.config.token_file import read_client_token
 from clowder_aimage.document.optional_file import warn
+from clowder_aimage.document.similarity import find_nearest
 from clowder_aimage.errors import UsageError
 
 if TYPE_CHECKING:
     from clowder_aimage.registry import ClientOptions, DialectCache
 
 _T = TypeVar("_T")
+# A variable of another program may resemble one.
+_CUTOFF = 0.78
 SHARED_VARIABLES = tuple(
     f"AIMAGE_{name}"
     for name in (
@@ -56,7 +59,7 @@ def check_variables(section: str) -> None:
     prefix, names = _SECTIONS[section], set(list_server_variables(section).values())
     for name in os.environ:
         if name.startswith(prefix) and name not in names and not _SERVICE_LINK.search(name):
-            close = _find_nearest(name, names, prefix)
+            close = find_nearest(name, names, cutoff=_CUTOFF, prefix=prefix)
             raise UsageError(
                 f"unknown environment variable {name}",
                 hint=f"did you mean {close}?" if close else None,
@@ -79,17 +82,8 @@ def find_misspelt_variables() -> Iterator[tuple[str, str]]:
                 *SHARED_VARIABLES,
                 *(variable for section_variables in servers for variable in section_variables),
             }
-            if close := _find_nearest(name, variables, "AIMAGE_"):
+            if close := find_nearest(name, variables, cutoff=_CUTOFF, prefix="AIMAGE_"):
                 yield name, close
-
-
-def _find_nearest(name: str, variables: set[str], prefix: str) -> str | None:
-    import difflib
-
-    # Without the common prefix, which would make all names similar.
-    by_suffix = {variable.removeprefix(prefix): variable for variable in variables}
-    close = difflib.get_close_matches(name.removeprefix(prefix), by_suffix, n=1, cutoff=0.78)
-    return by_suffix[close[0]] if close else None
 
 
 def list_default_stores() -> tuple[Path, ...]:

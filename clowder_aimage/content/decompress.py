@@ -16,7 +16,7 @@ from typing import Any
 from clowder_aimage.content.buffer import CHUNK_SIZE
 from clowder_aimage.content.store import BlobFiles, Reader, Source
 from clowder_aimage.content.verified_reader import SourceReader, VerifyingReader
-from clowder_aimage.errors import AImageError, FormatError, UsageError, VerificationError
+from clowder_aimage.errors import AImageError, FormatError, VerificationError, needs
 from clowder_aimage.oci import Descriptor, mediatype
 
 # Bytes that a layer of unknown content may unpack to
@@ -142,11 +142,8 @@ def _create_zstd_decoder() -> _Decoder:
 
 def import_zstandard() -> Any:
     """Import zstandard, since Python has no zstd before 3.14. Raises UsageError without it."""
-    try:
+    with needs("zstd", "zstd"):
         import zstandard
-    except ImportError:
-        message = "zstd needs the extra [zstd]"
-        raise UsageError(message, remedy="install_extra", extra="zstd") from None
     return zstandard
 
 

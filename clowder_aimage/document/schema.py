@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from clowder_aimage.document.optional_file import read_optional
+from clowder_aimage.document.similarity import find_nearest
 from clowder_aimage.document.strict_json import read_json
 from clowder_aimage.document.unicode_text import recode_file
 from clowder_aimage.errors import FormatError, UsageError
@@ -220,10 +221,8 @@ def _format_message(error: ValidationError) -> str:
 
 def describe_unknown_key(key: str, names: Iterable[str]) -> str:
     """Return the message for a key that is not in ``names``, with the nearest that is."""
-    import difflib
-
-    close = difflib.get_close_matches(key, names, n=1)
-    return f"unknown key {key!r}" + (f"; did you mean {close[0]!r}?" if close else "")
+    nearest = find_nearest(key, names)
+    return f"unknown key {key!r}" + (f"; did you mean {nearest!r}?" if nearest else "")
 
 
 def locate(text: str, violations: list[Violation]) -> list[Violation]:

@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 
 from clowder_aimage.engine import frame, local_fetch, machine
 from clowder_aimage.engine.frame_writer import FrameWriter
-from clowder_aimage.errors import AImageError, ModelError, StuckError, UsageError
+from clowder_aimage.errors import AImageError, ModelError, StuckError, UsageError, needs
 from clowder_aimage.layout.layered_store import LayeredStore
 from clowder_aimage.layout.stored_aimage import StoredAImage
 from clowder_aimage.model.library_choice import parse_library_options
@@ -387,19 +387,15 @@ def _load_model(library: dict[str, Any], *content: Any, finder: Any) -> Any:
     Raises ModelError: the library is not installed, or does not support the options.
     """
     try:
-        from clowder_aimage import generate
+        with needs("running a model", "mlx"):
+            from clowder_aimage import generate
 
-        with refuse_unrunnable():
-            return generate.load(*content, **parse_library_options(library), finder=finder)
+            with refuse_unrunnable():
+                return generate.load(*content, **parse_library_options(library), finder=finder)
     except UsageError as error:
         # Clients see messages only
         advice = f" ({error.hint})" if error.hint else ""
         message = f"this worker cannot run models: {error.message}{advice}"
-        raise ModelError(message) from None
-    except ModuleNotFoundError as error:
-        if (error.name or "").startswith("clowder_aimage"):
-            raise
-        message = "this worker cannot run models: it needs the extra [mlx] or [torch]"
         raise ModelError(message) from None
 
 

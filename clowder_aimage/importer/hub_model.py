@@ -32,6 +32,7 @@ from clowder_aimage.errors import (
     StoreError,
     UnauthorizedError,
     UsageError,
+    build_extra_error,
 )
 from clowder_aimage.formats import model_tree
 from clowder_aimage.formats.left_out import LeftOut
@@ -221,11 +222,10 @@ def _check_can_fetch(name: HubName, missing: str) -> None:
             hint="HF_HUB_OFFLINE is set: unset it to fetch the model",
         )
     if not _can_fetch():
-        raise UsageError(
+        raise build_extra_error(
             f"{name} is not a path here and is not in the Hugging Face cache{reason}; fetching a "
-            "model needs the extra [hf]",
-            remedy="install_extra",
-            extra="hf",
+            "model",
+            "hf",
         )
 
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from clowder_aimage.errors import FormatError, UsageError
+from clowder_aimage.errors import FormatError, UsageError, build_extra_error
 from clowder_aimage.tensor import Quantization
 from clowder_aimage.tensor.quantization import ALIASES, QUANT_TYPES
 from clowder_aimage.tensor.weight import FLOATS, Weight
@@ -93,8 +93,7 @@ class Recipe:
         needed = [*(["numpy"] if self.changes else []), *(["mlx"] if self.quantize else [])]
         for name in needed:
             if importlib.util.find_spec(name) is None:
-                message = "changing weights needs the extra [mlx]"
-                raise UsageError(message, remedy="install_extra", extra="mlx")
+                raise build_extra_error("changing weights", "mlx")
 
     def of(self, component: str) -> Quantization | None:
         """Return the quantization of a component, or None."""

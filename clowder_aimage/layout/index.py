@@ -20,6 +20,7 @@ from typing import Any
 
 from clowder_aimage.content.atomic_file import sync_directory
 from clowder_aimage.content.store import LAYOUT_FILE
+from clowder_aimage.document.similarity import find_nearest
 from clowder_aimage.errors import FormatError, StoreError, UsageError
 from clowder_aimage.layout.lock import (
     PRIVATE,
@@ -149,13 +150,7 @@ def find_entry_name(annotations: Any) -> str:
 
 def find_similar_name(name: str, names: Iterable[str]) -> str | None:
     """Return the name that resembles another one most, or None."""
-    import difflib
-
-    # With a common tag all short names would be similar.
-    tag = f":{DEFAULT_TAG}"
-    by_short = {text.removesuffix(tag): text for text in names}
-    close = difflib.get_close_matches(name.removesuffix(tag), by_short, n=1, cutoff=0.7)
-    return by_short[close[0]] if close else None
+    return find_nearest(name, names, cutoff=0.7, suffix=f":{DEFAULT_TAG}")
 
 
 def get_name(entry: Any) -> str:

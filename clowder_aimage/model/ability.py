@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
 
-from clowder_aimage.errors import UnrunnableError
+from clowder_aimage.errors import UnrunnableError, UsageError, build_extra_error
 
 # Runtimes: of language models, of encoders of texts, of image models
 MLX_LM, LLAMA, ENCODER, PIPELINES = "mlx-lm", "llama.cpp", "the encoder", "pipelines"
@@ -34,54 +34,51 @@ class Ability:
     network: dict[str, Any] = field(default_factory=dict)
     fault: str = ""
 
-    def find_obstacle(self) -> tuple[str, str]:
-        """Return why the model cannot run here, and advice; two empty texts if it can."""
+    def find_obstacle(self) -> UsageError | None:
+        """Return the error of a model that cannot run here, None if it can."""
         if self.fault:
-            return self.fault, ""
+            return UsageError(self.fault)
         check = _CHECKS.get(self.runtime)
-        return ("", "") if check is None else check(self.network)
+        return None if check is None else check(self.network)
 
     def find_fault(self) -> str:
         """Return why no installation of this version runs the model, as far as it is known."""
         is_known = self.runtime == MLX_LM and find_spec("mlx_lm") is not None
-        return self.fault or (_check_mlx_lm(self.network)[0] if is_known else "")
+        obstacle = _check_mlx_lm(self.network) if is_known else None
+        return self.fault or (obstacle.message if obstacle else "")
 
     def list_capabilities(self) -> tuple[str, ...]:
         """Return what the model can do here."""
-        return () if self.find_obstacle()[0] else self.capabilities
+        return () if self.find_obstacle() else self.capabilities
 
     def check(self, name: object) -> None:
         """Raise UnrunnableError if the model cannot run here."""
-        obstacle, advice = self.find_obstacle()
-        # The process of pictures names what it lacks, with the command that installs it
+        obstacle = self.find_obstacle()
+        # The process of pictures names what it lacks
         if obstacle and self.runtime != PIPELINES:
-            raise UnrunnableError(f"{name} cannot run here: {obstacle}", hint=advice or None)
+            raise UnrunnableError(f"{name} cannot run here: {obstacle}", **obstacle.advice)
 
 
-def _find_missing(extra: str, *modules: str) -> tuple[str, str]:
-    missing = next((module for module in modules if find_spec(module) is None), None)
-    return (
-        ("", "") if missing is None else (f"{missing} is missing", f"install the extra [{extra}]")
-    )
+def _find_missing(extra: str, *modules: str) -> UsageError | None:
+    is_missing = any(find_spec(module) is None for module in modules)
+    return build_extra_error("it", extra) if is_missing else None
 
 
-def _check_pipelines(_: Mapping[str, Any]) -> tuple[str, str]:
-    if find_spec("mlx") is not None or find_spec("torch") is not None:
-        return "", ""
-    return "neither MLX nor PyTorch is installed", "install the extra [mlx] or [torch]"
+def _check_pipelines(_: Mapping[str, Any]) -> UsageError | None:
+    return None if find_spec("torch") is not None else _find_missing("mlx", "mlx")
 
 
-def _check_mlx_lm(network: Mapping[str, Any]) -> tuple[str, str]:
-    if (missing := _find_missing("text", "mlx_lm"))[0]:
+def _check_mlx_lm(network: Mapping[str, Any]) -> UsageError | None:
+    if missing := _find_missing("text", "mlx_lm"):
         return missing
     if not network:
-        return "", ""
+        return None
     names = importlib.import_module("clowder_aimage.model.mlxlm.network_name")
     obstacle: str = names.find_obstacle(network)
-    return obstacle, _GGUF if obstacle else ""
+    return UsageError(obstacle, hint=_GGUF) if obstacle else None
 
 
-_CHECKS: Mapping[str, Callable[[Mapping[str, Any]], tuple[str, str]]] = {
+_CHECKS: Mapping[str, Callable[[Mapping[str, Any]], UsageError | None]] = {
     PIPELINES: _check_pipelines,
     ENCODER: lambda _: _find_missing("mlx", "mlx", "tokenizers"),
     MLX_LM: _check_mlx_lm,

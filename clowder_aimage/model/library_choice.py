@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from clowder_aimage.errors import UsageError
+from clowder_aimage.errors import UsageError, build_extra_error
 
 AUTO, MLX, TORCH = "auto", "mlx", "torch"
 BACKENDS = (AUTO, MLX, TORCH)
@@ -185,5 +185,4 @@ def _is_installed(name: str) -> bool:
 
 
 def _build_extra_error(name: str) -> UsageError:
-    message = f"running a model needs the extra [{name}]"
-    return UsageError(message, remedy="install_extra", extra=name)
+    return build_extra_error("running a model", name)

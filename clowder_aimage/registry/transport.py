@@ -36,7 +36,7 @@ from urllib3.util.wait import wait_for_write
 from clowder_aimage.content import telemetry
 from clowder_aimage.content.store import FileStream, Reader
 from clowder_aimage.content.timed_response import TimedResponse
-from clowder_aimage.errors import NetworkError, UsageError
+from clowder_aimage.errors import NetworkError, build_extra_error
 from clowder_aimage.registry.proxy import (
     build_connection_error,
     build_refusal,
@@ -437,11 +437,7 @@ class Transport:
             if proxy and self._boundary is not None:
                 self._boundary.check_proxied(key[1])
             if proxy_url.startswith("socks") and importlib.util.find_spec("socks") is None:
-                raise UsageError(
-                    f"the SOCKS proxy {proxy} needs the extra [socks]",
-                    remedy="install_extra",
-                    extra="socks",
-                )
+                raise build_extra_error(f"the SOCKS proxy {proxy}", "socks")
             pool = adapter.get_connection_with_tls_context(
                 request, verify, proxies=proxies, cert=cert
             )

@@ -521,7 +521,7 @@ GENERATE = {
         $ aimage run shapes '' # exit code 2
         ! aimage: the prompt is empty
         $ aimage run shapes x --size 512 # exit code 2
-        ! aimage: ... expected WIDTHxHEIGHT, such as 1024x768, not '512'
+        ! aimage: size must be "auto" or WIDTHxHEIGHT, such as "1024x1024"
         $ aimage run shapes x --negative blue # exit code 2
         ! aimage: negative requires guidance above 0
         ! a guidance of 4 is common

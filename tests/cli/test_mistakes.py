@@ -304,7 +304,9 @@ def test_usage_errors_exit_with_2(aimage: Callable[..., Aimage]) -> None:
         (("--dtype", "float16"), "float16"),
         (("--negative", "blur"), "negative requires guidance above 0"),
         (("-o", "x.gif"), "unknown picture format: x.gif"),
-        (("--size", "12"), "expected WIDTHxHEIGHT"),
+        (("--size", "12"), 'size must be "auto" or WIDTHxHEIGHT, such as "1024x1024"'),
+        (("--size", "1000x"), 'size must be "auto" or WIDTHxHEIGHT'),
+        (("--size", "100x96"), "size must have a width that is a multiple of 16"),
         (("--size", "64x64", "--width", 64), "--size cannot be combined"),
     ],
 )

@@ -1,4 +1,4 @@
-"""``run`` and ``pull`` of short names: the index of names, its choice, and what is fetched."""
+"""Short names of models: the index of names, its choice, and what is fetched."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from clowder_aimage import Store
 from clowder_aimage.cli.create import named_model
-from clowder_aimage.cli.verbs import run
+from clowder_aimage.cli.worker import model_argument
 from clowder_aimage.client.short_name import obtain
 from clowder_aimage.config.name_index import read_index
 from clowder_aimage.engine import machine
@@ -25,6 +25,7 @@ from clowder_aimage.validate import validate_file
 from tests.hub import Hub, serving_hub
 from tests.importer.formats_gguf import gguf
 from tests.process import PROGRAM, Aimage, spawn_at
+from tests.scripted_worker import Asked, Says, ScriptedWorker, line, says
 
 pytest.importorskip("huggingface_hub")
 REPOSITORY = "Org/Small"
@@ -254,9 +255,115 @@ def test_the_list_of_the_package_is_valid_and_documented(
 def test_a_worker_that_has_the_name_precedes_the_index(
     here: Aimage, hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run, "find_default_worker", lambda _: (None, True))
+    monkeypatch.setattr(model_argument, "find_default_worker", lambda _: (None, True))
     assert "not found in the store" in here("run", "small", "x", "-y", code=3).err
     assert hub.requests == []
+
+
+# -- other verbs, and workers
+
+PULLED = """
+models:
+  small:
+    kind: image
+    variants:
+      - {name: large, reference: "r.example/s:large", memory: 3 GB, download: 3 GB, size: 3 GB}
+      - {name: little, reference: "r.example/s:v1", memory: 1 GB, download: 1 GB, size: 1 GB}
+"""
+DIGEST = f"sha256:{'a' * 64}"
+PULL = ("/api/pull", {"model": "r.example/s:v1"})
+COPY = ("/api/copy", {"source": "r.example/s:v1", "destination": "small:latest"})
+
+
+def test_embed_asks_as_run_does(here: Aimage, hub: Hub) -> None:
+    done = here("embed", "small", "a", code=2)
+    assert "to fetch it without asking: aimage embed --yes small a" in done.err
+    write_names(here, LISTED.replace("text", "image"))
+    assert "small computes no embeddings" in here("embed", "small", "a", "-y", code=2).err
+    assert hub.fetched() == set()
+
+
+def test_the_enhancer_may_be_a_short_name(here: Aimage, hub: Hub) -> None:
+    here("create", "shapes", SHAPES, "-q")
+    command = ("run", "shapes", "a", "--local", "--enhancer", "small", "--steps", 1)
+    assert "fetching small:latest (" in here(*command, code=2).err
+    # A language model of random bytes was packed and cannot be loaded.
+    assert "license: MIT" in here(*command, "--yes", code=1).err
+    assert "small:latest" in names(here)
+
+
+@pytest.fixture
+def worker(here: Aimage) -> Iterator[ScriptedWorker]:
+    """Return a worker without models that pulls any, and has 2 GB of memory."""
+
+    def respond(asked: Asked) -> Says:
+        if asked.path == "/v1/store":
+            return says({"memory": {"available": 2_000_000_000}})
+        if asked.path == "/api/pull":
+            return Says([line(status="success")])
+        if asked.path == "/api/copy":
+            return says({})
+        if asked.path == "/api/tags":
+            return says({"models": [{"name": "small:latest", "digest": DIGEST, "size": 1}]})
+        return says({"error": "refused"}, 400)
+
+    scripted = ScriptedWorker(respond)
+    scripted.missing = {"small:latest", "small:large", "small:little", "small:middle"}
+    here.environment["AIMAGE_HOST"] = scripted.host
+    with scripted.running():
+        yield scripted
+
+
+def list_changes(worker: ScriptedWorker) -> list[tuple[str, object]]:
+    return [(asked.path, asked.value) for asked in worker.asked if asked.method == "POST"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "yes"),
+    [
+        (("run", "--remote", "small", "x"), "run --yes --remote small x"),
+        (("pull", "--remote", "small"), "pull --yes --remote small"),
+        (("batch", "a.jsonl"), "batch --yes a.jsonl"),
+    ],
+    ids=["run", "pull", "batch"],
+)
+def test_a_worker_pulls_the_variant_that_fits_its_memory(
+    here: Aimage, worker: ScriptedWorker, arguments: tuple[str, ...], yes: str
+) -> None:
+    write_names(here, PULLED)
+    request = {"custom_id": "a", "url": "/v1/images/generations", "body": {"model": "small"}}
+    (here.home / "a.jsonl").write_text(json.dumps(request) + "\n")
+    done = here(*arguments, code=2)
+    assert f"to fetch it without asking: aimage {yes}" in done.err
+    assert "little fits in the 2 GB of memory that are free" in done.err
+    assert list_changes(worker) == []
+    here(*arguments, "--yes", code=0 if arguments[0] == "pull" else 2)
+    assert list_changes(worker)[:2] == [PULL, COPY]
+    # It is not asked for again.
+    worker.missing.clear()
+    worker.asked.clear()
+    assert "needs a confirmation" not in here.attempt(*arguments).err
+    assert PULL not in list_changes(worker)
+
+
+def test_what_a_worker_cannot_pull_is_said_before_a_request(
+    here: Aimage, worker: ScriptedWorker, hub: Hub
+) -> None:
+    done = here("run", "small", "x", "-y", code=3)
+    assert "does not fetch models of the Hugging Face hub" in done.err
+    assert "fetch it on the machine of the worker: aimage pull small:latest" in done.err
+    write_names(here, PULLED)
+    assert (
+        "--stop applies to language models"
+        in here("run", "small", "x", "-y", "--stop", "a", code=2).err
+    )
+    request = {"custom_id": "a", "url": "/v1/embeddings", "body": {"model": "small"}}
+    (here.home / "a.jsonl").write_text(json.dumps(request) + "\n")
+    assert (
+        "small is an image model, and a a request to /v1/embeddings"
+        in here("batch", "a.jsonl", "-y", code=2).err
+    )
+    assert list_changes(worker) == [] and hub.requests == []
 
 
 @pytest.mark.parametrize(

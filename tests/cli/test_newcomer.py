@@ -48,7 +48,7 @@ LINES = [
     Typed("delete x", 2, err=("to remove it from the store: aimage rm x",)),
     Typed("delete 127.0.0.1:1/x:v1 --yes", 1, err=("cannot reach 127.0.0.1:1",)),
     Typed("run x a --steps 0", 2, err=("steps must be a whole number from 1 to 1000, not 0",)),
-    Typed("run x a --size 100x100", 2, err=("width must be a multiple of 16",)),
+    Typed("run x a --size 100x100", 2, err=("size must have a width that is a multiple of 16",)),
     Typed("serve --port 80", 2, err=("--addr HOST:PORT sets the address and the port",)),
     Typed("registry serve --token-file tokens", 2, err=("a space separates", "'read TOKEN'")),
 ]

@@ -169,23 +169,24 @@ def test_what_a_model_can_do(
 ) -> None:
     ability = pack(tmp_path, write(tmp_path / "model"))
     assert ability.list_capabilities() == capabilities
-    assert reason in ability.find_obstacle()[0] if reason else not ability.find_obstacle()[0]
+    obstacle = ability.find_obstacle()
+    assert (obstacle is None) == (not reason) and reason in str(obstacle)
     if reason:
         with pytest.raises(UnrunnableError, match="a:latest cannot run here: "):
             ability.check("a:latest")
 
 
 @pytest.mark.parametrize(
-    ("runtime", "missing", "advice"),
+    ("runtime", "missing", "extra"),
     [
-        ("mlx-lm", "mlx_lm", "install the extra [text]"),
-        ("llama.cpp", "xllamacpp", "install the extra [llama]"),
-        ("the encoder", "tokenizers", "install the extra [mlx]"),
-        ("pipelines", "mlx torch", "install the extra [mlx] or [torch]"),
+        ("mlx-lm", "mlx_lm", "text"),
+        ("llama.cpp", "xllamacpp", "llama"),
+        ("the encoder", "tokenizers", "mlx"),
+        ("pipelines", "mlx torch", "mlx"),
     ],
 )
 def test_what_is_not_installed(
-    monkeypatch: pytest.MonkeyPatch, runtime: str, missing: str, advice: str
+    monkeypatch: pytest.MonkeyPatch, runtime: str, missing: str, extra: str
 ) -> None:
     ability = Ability(("x",), runtime, {"model_type": "qwen3"})
     gone = missing.split()
@@ -193,7 +194,9 @@ def test_what_is_not_installed(
         module, "find_spec", lambda name: None if name in gone else find_spec("json")
     )
     assert ability.list_capabilities() == ()
-    assert ability.find_obstacle()[1] == advice
+    obstacle = ability.find_obstacle()
+    assert obstacle is not None and obstacle.message == f"it needs the extra [{extra}]"
+    assert obstacle.advice == {"hint": None, "remedy": "install_extra", "extra": extra}
 
 
 def test_networks_without_the_library_of_gguf_are_advised() -> None:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from clowder_aimage.cli.console.option import needs, options
+from clowder_aimage.cli.console.option import options
 from clowder_aimage.config.user_directory import resolve_fleet_directory
-from clowder_aimage.errors import NetworkError, UsageError
+from clowder_aimage.errors import NetworkError, UsageError, needs
 
 if TYPE_CHECKING:
     from clowder_aimage.fleet.key import FleetKey

@@ -10,10 +10,10 @@ from urllib.parse import quote
 
 import click
 
-from clowder_aimage.cli.console.option import complete_name, get_settings, needs, options
+from clowder_aimage.cli.console.option import complete_name, get_settings, options
 from clowder_aimage.cli.console.output import remark
 from clowder_aimage.cli.console.progress import Progress
-from clowder_aimage.errors import AImageError, NotFoundError, UsageError
+from clowder_aimage.errors import AImageError, NotFoundError, UsageError, needs
 from clowder_aimage.generation.request import GenerateRequest, LoraUse
 from clowder_aimage.model.lora_text import list_missing_words, parse_use, take_tags
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from clowder_aimage.cli.console.option import get_settings, needs
-from clowder_aimage.errors import UsageError
+from clowder_aimage.cli.console.option import get_settings
+from clowder_aimage.errors import UsageError, needs
 from clowder_aimage.generation.request import ALPHA
 from clowder_aimage.oci import Descriptor, Digest
 

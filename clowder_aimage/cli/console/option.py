@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import click
@@ -19,7 +19,7 @@ from clowder_aimage.cli.console.output import (
     report_waits,
     report_warnings,
 )
-from clowder_aimage.errors import AImageError, UsageError
+from clowder_aimage.errors import AImageError, UsageError, needs
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -187,19 +187,30 @@ class TextOption(click.Option):
     """An option of language models."""
 
 
+class ModelParameter(click.Argument):
+    """The model that a verb runs. It may be a short name, so that the verb has --yes."""
+
+
 def in_section(title: str, *decorators: Callable[[Any], Any]) -> Callable[[_F], _F]:
     """Return a decorator that adds options in a section of the help."""
     add_all = options(*decorators)
 
     def add(function: _F) -> _F:
-        present = {id(param) for param in getattr(function, "__click_params__", ())}
+        present = set(map(id, _list_parameters(function)))
         function = add_all(function)
-        for param in getattr(function, "__click_params__", ()):
+        for param in _list_parameters(function):
             if id(param) not in present:
                 param.section = title
         return function
 
     return add
+
+
+def _list_parameters(function: Any) -> list[Any]:
+    """Return the parameters of a command, or of a function that will be one."""
+    if isinstance(function, click.Command):
+        return function.params
+    return getattr(function, "__click_params__", [])
 
 
 def group_records(command: click.Command, ctx: click.Context) -> dict[str, list[tuple[str, str]]]:
@@ -288,6 +299,8 @@ class VerbGroup(_Exemplified, click.Group):
 def verb(function: Callable[..., Any]) -> click.Command:
     """Return a command with the common options, without the names that it uses itself."""
     command = click.command(cls=Verb)(function)
+    if any(isinstance(param, ModelParameter) for param in command.params):
+        yes_option(command)
     used_names = {name for param in command.params for name in param.opts}
     common_options(command)
     for param in command.params:
@@ -439,8 +452,14 @@ jobs_option = _add_shared(
     help="Number of concurrent layers. [default: 8, or from the configuration]",
 )
 
-yes_option = click.option(
-    "-y", "--yes", is_flag=True, help="Fetch a model by its short name without asking."
+# The section of the verbs that run models
+WHERE = "Where it runs"
+
+yes_option = in_section(
+    WHERE,
+    _add_shared(
+        "-y", "--yes", is_flag=True, help="Fetch a model by its short name without asking."
+    ),
 )
 
 output_option = click.option(
@@ -481,21 +500,6 @@ def list_explicit_options(*exclude: str) -> list[str]:
     ]
 
 
-@contextlib.contextmanager
-def needs(subject: str, extra: str) -> Iterator[None]:
-    """Convert a missing dependency of an extra into a UsageError.
-
-    ``extra`` may have others before it that are of use with it.
-    """
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        if (error.name or "").startswith("clowder_aimage"):
-            raise
-        message = f"{subject} needs the extra [{extra.rpartition(',')[2]}]"
-        raise UsageError(message, remedy="install_extra", extra=extra) from None
-
-
 def start_traces(seconds: float | None = None) -> None:
     """Record traces if the environment names a collector; warn if the extra is missing.
 
@@ -522,6 +526,7 @@ class VerbSettings(NamedTuple):
     template: ResultTemplate | None = None
     quiet: bool = False
     jobs: int | None = None
+    yes: bool = False
     plain_http: bool = False
     insecure: bool = False
     ca_file: str | None = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import shlex
 import signal
 import sys
@@ -19,6 +18,7 @@ from clowder_aimage.cli.console.interruption import interruption
 from clowder_aimage.cli.console.output import clean_line, note
 from clowder_aimage.cli.console.prompt_completion import completing
 from clowder_aimage.cli.console.remedy import format_advice
+from clowder_aimage.document.similarity import find_nearest
 from clowder_aimage.document.unicode_text import recode_file
 from clowder_aimage.errors import AImageError, UsageError
 
@@ -157,8 +157,8 @@ class PromptLoop:
         """Set an option as on the command line. Raises UsageError."""
         option = self.options.get(name)
         if option is None:
-            close = difflib.get_close_matches(name, self.options, n=1)
-            hint = f"did you mean {close[0]}?" if close else "/set alone lists the options"
+            nearest = find_nearest(name, self.options)
+            hint = f"did you mean {nearest}?" if nearest else "/set alone lists the options"
             raise UsageError(f"unknown option {name}", hint=hint)
         key = str(option.name)
         # Without a default, click has None or a sentinel of its own.

@@ -60,7 +60,8 @@ def refuse_options(hint: str, *, exclude: Collection[str] = ()) -> None:
 
 def list_local_options(*exclude: str) -> list[str]:
     """Return the options on the command line that apply to this process, except ``exclude``."""
-    stated = list_explicit_options("remote", "as_json", "template", "quiet", "verbose", *exclude)
+    everywhere = ("remote", "as_json", "template", "quiet", "verbose", "yes")
+    stated = list_explicit_options(*everywhere, *exclude)
     if not stated and click.get_current_context().meta.get(f"{META}store"):
         stated = ["--store"]
     return stated

@@ -6,13 +6,13 @@ import contextlib
 import secrets
 from pathlib import Path
 
-from clowder_aimage.cli.console.option import get_settings, list_explicit_options, needs
+from clowder_aimage.cli.console.option import get_settings, list_explicit_options
 from clowder_aimage.cli.console.output import format_count, print_result, remark
 from clowder_aimage.cli.console.progress import Progress, build_callbacks, build_write_callbacks
 from clowder_aimage.cli.console.stored_name import resolve_reference
 from clowder_aimage.cli.create.result import encode_result, format_result
 from clowder_aimage.create import create, create_enhancer
-from clowder_aimage.errors import UsageError
+from clowder_aimage.errors import UsageError, needs
 from clowder_aimage.importer import Recipe
 from clowder_aimage.oci import Reference
 

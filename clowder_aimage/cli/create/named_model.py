@@ -157,22 +157,25 @@ def _describe_choice(offer: Offer) -> str:
     return text
 
 
-def confirm(offer: Offer, *, is_confirmed: bool) -> bool:
-    """Return True if the model is to be fetched. Raises UsageError without a terminal."""
+def ask(offer: Offer) -> None:
+    """Show a model, and ask if it is to be fetched, unless the user has agreed.
+
+    Raises UsageError without a terminal, and Exit with code 1 if the user declines.
+    """
+    show_offer(offer)
     download = offer.variant.download
     size = "an unknown size" if download is None else format_size(download)
-    if is_confirmed:
-        return True
+    if get_settings().yes:
+        return
     if not sys.stdin.isatty():
         raise UsageError(
             f"fetching {offer.reference} ({size}) needs a confirmation, but there is no terminal",
             hint=f"to fetch it without asking: {_format_confirmed(offer.reference)}",
         )
     question = f"Fetch {offer.variant.name} ({size}) as {offer.reference}?"
-    if click.confirm(question, default=offer.fits is not False, err=True):
-        return True
-    note("nothing was fetched")
-    return False
+    if not click.confirm(question, default=offer.fits is not False, err=True):
+        note("nothing was fetched")
+        raise click.exceptions.Exit(1)
 
 
 def _format_confirmed(reference: Reference) -> str:
@@ -232,12 +235,7 @@ def _pull(source: Reference, name: Reference, connection: ClientOptions) -> Desc
     return descriptor
 
 
-def obtain(
-    reference: Reference,
-    *,
-    is_confirmed: bool,
-    check: Callable[[NamedModel], None],
-) -> Reference:
+def obtain(reference: Reference, check: Callable[[NamedModel], None]) -> Reference:
     """Return the name in the store of a model that the index has; fetch it if the user agrees.
 
     A name that the store has, or the index lacks, is returned as it is. ``check`` raises the errors
@@ -252,16 +250,14 @@ def obtain(
         remark(f"{stored} in the store is used")
         return stored
     check(model)
-    obtain_variant(reference, model, connect(), is_confirmed=is_confirmed)
+    obtain_variant(reference, model, connect())
     return reference
 
 
 def obtain_variant(
-    reference: Reference, model: NamedModel, connection: ClientOptions, *, is_confirmed: bool
+    reference: Reference, model: NamedModel, connection: ClientOptions
 ) -> Descriptor:
-    """Offer a model, and fetch the chosen variant. Raises Exit if the user declines."""
+    """Offer a model, and fetch the chosen variant. Raises as ``ask`` and ``fetch``."""
     offer = make_offer(reference, model, connection)
-    show_offer(offer)
-    if not confirm(offer, is_confirmed=is_confirmed):
-        raise click.exceptions.Exit(1)
+    ask(offer)
     return fetch(offer, connection)

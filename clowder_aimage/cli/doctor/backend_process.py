@@ -12,7 +12,6 @@ from collections.abc import Callable
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
-from clowder_aimage.cli.console.installation import EXTRAS, install_command, is_installed
 from clowder_aimage.cli.console.output import print_result
 from clowder_aimage.cli.console.remedy import format_advice
 from clowder_aimage.errors import AImageError
@@ -53,7 +52,7 @@ def describe_texts(runtime: str, package: str) -> dict[str, Any]:
     return {"library": f"{runtime} {metadata.version(package)}"}
 
 
-def _report(name: str, extra: str, describe: Callable[[], dict[str, Any]]) -> None:
+def _report(name: str, describe: Callable[[], dict[str, Any]]) -> None:
     value: dict[str, Any] = {"missing": False, "advice": None}
     try:
         value |= describe()
@@ -64,9 +63,6 @@ def _report(name: str, extra: str, describe: Callable[[], dict[str, Any]]) -> No
         # Importing these libraries raises errors of many others.
         reason = str(error).strip().partition("\n")[0][:200] or type(error).__name__
         value["error"] = f"cannot be used: {reason}"
-    if "error" in value and name != "pictures" and not is_installed(EXTRAS[extra].package):
-        value |= {"missing": True, "advice": install_command(extra)}
-        value["error"] = f"running one needs the extra [{extra}]"
     print_result({}, json.dumps({"name": name, **value}))
 
 
@@ -75,9 +71,9 @@ def main() -> None:
     from clowder_aimage.model.ability import LLAMA, MLX_LM
 
     warnings.simplefilter("ignore")
-    _report("pictures", "mlx", describe_pictures)
-    _report("texts", "text", lambda: describe_texts(MLX_LM, "mlx-lm"))
-    _report("gguf", "llama", lambda: describe_texts(LLAMA, "xllamacpp"))
+    _report("pictures", describe_pictures)
+    _report("texts", lambda: describe_texts(MLX_LM, "mlx-lm"))
+    _report("gguf", lambda: describe_texts(LLAMA, "xllamacpp"))
 
 
 if __name__ == "__main__":

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import click
 
 from clowder_aimage.cli.console.example import examples
-from clowder_aimage.cli.console.option import verb, verbose_option
+from clowder_aimage.cli.console.option import verb, verbose_option, yes_option
 from clowder_aimage.cli.console.output import format_count, note, print_result
 from clowder_aimage.cli.console.progress import Progress
 from clowder_aimage.cli.console.worker_connection import connect_worker, refuse_options
+from clowder_aimage.cli.worker.model_argument import obtain_model
 from clowder_aimage.content.atomic_file import open_atomic, write_all
 from clowder_aimage.content.file_system import sync_file
 from clowder_aimage.document.unicode_text import recode_file
@@ -33,6 +34,7 @@ from clowder_aimage.errors import AImageError, FormatError, NotFoundError, Usage
 from clowder_aimage.oci import Reference, read_json
 
 if TYPE_CHECKING:
+    from clowder_aimage.config.name_index import NamedModel
     from clowder_aimage.engine.batch_client import RemoteBatch
     from clowder_aimage.engine.worker_client import WorkerClient
 
@@ -51,6 +53,7 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 @click.option("-o", "--output", type=_FILE, help="File of results. [default: FILE.results.jsonl]")
 @click.option("--retry-failed", is_flag=True, help="Send requests again that failed before.")
 @click.option("--push", metavar="REPO", help="Push pictures too, each as REPO:CUSTOM_ID.")
+@yes_option
 @verbose_option
 def batch(file: Path, output: Path | None, retry_failed: bool, push: str | None) -> None:
     """Run the requests in FILE as a batch of a worker or a gateway, and write the results.
@@ -59,6 +62,8 @@ def batch(file: Path, output: Path | None, retry_failed: bool, push: str | None)
     command ends or loses the connection, and the same command finds it again; Ctrl-C cancels it.
     Requests whose results are there are not sent again. The worker is the one in AIMAGE_HOST, or
     the one at 127.0.0.1:11434.
+
+    A model that the worker lacks may be a short name, which is pulled after a question.
     """
     refuse_options("the models are those of the worker", exclude=("output", "retry_failed", "push"))
     requests = [_add_push(request, push) if push else request for request in read_batch(file)]
@@ -66,7 +71,9 @@ def batch(file: Path, output: Path | None, retry_failed: bool, push: str | None)
     done = read_results(target, without_failed=retry_failed)
     left = [request for request in requests if request.custom_id not in done]
     if left:
-        done |= _run(connect_worker(), left, target)
+        client = connect_worker()
+        _obtain_models(client, left)
+        done |= _run(client, left, target)
     failed = [request.custom_id for request in requests if not done[request.custom_id]]
     facts = {"requests": len(requests), "sent": len(left), "failed": failed, "output": str(target)}
     print_result(facts, str(target))
@@ -78,6 +85,30 @@ def batch(file: Path, output: Path | None, retry_failed: bool, push: str | None)
             f"{format_count(len(failed), 'request')} of {len(requests)} failed: {failed_names}"
         )
         raise AImageError(message, hint="send them again with --retry-failed")
+
+
+def _obtain_models(client: WorkerClient, requests: Iterable[BatchRequest]) -> None:
+    """Let the worker pull the short names of requests. Raises UsageError, as ``obtain_model``."""
+    first = dict[str, BatchRequest]()
+    for request in requests:
+        first.setdefault(str(request.body.get("model") or ""), request)
+    for name, request in first.items():
+        try:
+            reference = Reference.parse(name)
+        except UsageError:
+            # It is the worker that refuses the request.
+            continue
+        obtain_model(reference, client, check=partial(_check_named, request))
+
+
+def _check_named(request: BatchRequest, model: NamedModel) -> None:
+    """Reject a model of another kind than that of the request. Raises UsageError."""
+    makes_pictures = request.url.startswith("/v1/images/")
+    if model.kind and (model.kind == "image") != makes_pictures:
+        kind = "an image model" if model.kind == "image" else "a language model"
+        raise UsageError(
+            f"{model.name} is {kind}, and {request.custom_id} a request to {request.url}"
+        )
 
 
 def _add_push(request: BatchRequest, repository: str) -> BatchRequest:

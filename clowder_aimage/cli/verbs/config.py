@@ -19,7 +19,6 @@ from clowder_aimage.cli.console.option import (
     VerbSettings,
     common_options,
     get_settings,
-    needs,
 )
 from clowder_aimage.cli.console.output import META, format_table, note, print_result
 from clowder_aimage.cli.console.remedy import format_advice
@@ -32,7 +31,7 @@ from clowder_aimage.config.user_directory import (
     resolve_names_file,
 )
 from clowder_aimage.document.schema import load, read_configuration
-from clowder_aimage.errors import UsageError
+from clowder_aimage.errors import UsageError, needs
 
 MASK = "***"
 # Other environment variables, as listed in docs/environment.md.

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import sys
 from operator import mul
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from clowder_aimage.cli.console.example import examples
-from clowder_aimage.cli.console.option import connection_options, remote_option, verb
+from clowder_aimage.cli.console.option import (
+    WHERE,
+    connection_options,
+    in_section,
+    remote_option,
+    verb,
+)
 from clowder_aimage.cli.console.output import clean_line, format_table, note, print_result
-from clowder_aimage.cli.console.stored_name import pack_path, resolve_model_or_path, stored_argument
 from clowder_aimage.cli.worker.choice import choose_worker, find_named_worker
 from clowder_aimage.cli.worker.local import LocalWorker
 from clowder_aimage.cli.worker.local_model import LocalOptions
+from clowder_aimage.cli.worker.model_argument import ModelArgument, model_argument
 from clowder_aimage.cli.worker.model_kind import check_embedder
 from clowder_aimage.errors import UsageError
 from clowder_aimage.model.text.language_model import MAX_PROMPT_NAME, EmbeddingRequest
@@ -24,6 +29,7 @@ from clowder_aimage.oci import Reference
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from clowder_aimage.config.name_index import NamedModel
     from clowder_aimage.model.text.language_model import Embeddings
 
 # Bytes of stdin.
@@ -42,14 +48,17 @@ _SERVED = ("prompt", "local")
     "aimage embed e5 - --prompt query --json < questions.txt",
 )
 @verb
-@stored_argument("model", parse=resolve_model_or_path)
+@model_argument
 @click.argument("texts", metavar="[TEXT...]", nargs=-1)
 @click.option("--prompt", metavar="NAME", help="A prompt of the model, before each TEXT.")
-@click.option("--local", is_flag=True, help="Compute in this process, not in a worker.")
-@remote_option
+@in_section(
+    WHERE,
+    click.option("--local", is_flag=True, help="Compute in this process, not in a worker."),
+    remote_option,
+)
 @connection_options
 def embed(
-    model: Reference | Path, texts: tuple[str, ...], prompt: str | None, local: bool, remote: bool
+    model: ModelArgument, texts: tuple[str, ...], prompt: str | None, local: bool, remote: bool
 ) -> None:
     """Compute embeddings of texts with the model REF.
 
@@ -57,7 +66,7 @@ def embed(
     printed, with their dimensions and the number of tokens. '-' reads a TEXT from each line of
     stdin.
 
-    The model is chosen and pulled as for 'aimage run', and so is the worker.
+    The model is chosen and fetched as for 'aimage run', and so is the worker.
     """
     if local and remote:
         raise UsageError("--local cannot be combined with --remote")
@@ -65,13 +74,21 @@ def embed(
         raise UsageError(f"--prompt exceeds {MAX_PROMPT_NAME} characters")
     request = EmbeddingRequest(_read_texts(texts), prompt)
     client = find_named_worker(_SERVED, is_local=local, is_remote=remote)
-    reference = pack_path(model, client) if isinstance(model, Path) else model
+    reference = model.obtain(client, is_local=local, check=_check_named)
     check_embedder(reference, client, local=local)
     worker = choose_worker(reference, client, (), _SERVED, is_local=local)
     result = (worker or LocalWorker(reference, LocalOptions())).embed(request)
     for warning in result.list_warnings():
         note(f"warning: {warning}")
     _print(reference, request.texts, result)
+
+
+def _check_named(model: NamedModel) -> None:
+    """Reject an image model before a download. Raises UsageError."""
+    if model.kind == "image":
+        raise UsageError(
+            f"{model.name} computes no embeddings", hint=f"aimage run {model.name} PROMPT"
+        )
 
 
 def _read_texts(texts: Sequence[str]) -> tuple[str, ...]:

@@ -7,11 +7,11 @@ from pathlib import Path
 import click
 
 from clowder_aimage.cli.console.example import examples
-from clowder_aimage.cli.console.option import complete_path, get_settings, needs, verb
+from clowder_aimage.cli.console.option import complete_path, get_settings, verb
 from clowder_aimage.cli.console.output import format_count, format_size, print_result, remark
 from clowder_aimage.cli.console.progress import Progress
 from clowder_aimage.cli.console.stored_name import stored_argument
-from clowder_aimage.errors import UsageError
+from clowder_aimage.errors import UsageError, needs
 from clowder_aimage.export import ADAPTER_DIALECTS, ExportSummary, export_adapter, is_adapter
 from clowder_aimage.export import export as export_aimage
 from clowder_aimage.exporter.directory import LinkMethod

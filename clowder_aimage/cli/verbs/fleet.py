@@ -21,12 +21,12 @@ from clowder_aimage.cli.console.fleet_access import (
     run_with_link,
     signing_key_option,
 )
-from clowder_aimage.cli.console.option import VerbGroup, common_options, needs, parse_with
+from clowder_aimage.cli.console.option import VerbGroup, common_options, parse_with
 from clowder_aimage.cli.console.output import format_count, format_size, format_table, print_result
 from clowder_aimage.cli.console.watch import Reading, show, watch_option
 from clowder_aimage.cli.verbs.fleet_key import key
 from clowder_aimage.cli.verbs.fleet_user import user
-from clowder_aimage.errors import UsageError
+from clowder_aimage.errors import UsageError, needs
 
 if TYPE_CHECKING:
     from clowder_aimage.fleet.key import KeySet

@@ -21,9 +21,9 @@ from clowder_aimage.cli.console.fleet_access import (
     root_key_option,
     run_with_link,
 )
-from clowder_aimage.cli.console.option import VerbGroup, common_options, needs, options
+from clowder_aimage.cli.console.option import VerbGroup, common_options, options
 from clowder_aimage.cli.console.output import format_table, print_result
-from clowder_aimage.errors import UsageError
+from clowder_aimage.errors import UsageError, needs
 
 if TYPE_CHECKING:
     from clowder_aimage.fleet.key import KeySet

@@ -13,9 +13,9 @@ from clowder_aimage.cli.console.fleet_access import (
     fleet_option,
     resolve_names,
 )
-from clowder_aimage.cli.console.option import Verb, common_options, needs
+from clowder_aimage.cli.console.option import Verb, common_options
 from clowder_aimage.cli.console.output import print_result
-from clowder_aimage.errors import UsageError
+from clowder_aimage.errors import UsageError, needs
 
 _WORKER = "worker"
 

@@ -22,7 +22,6 @@ from clowder_aimage.cli.console.fleet_access import (
 from clowder_aimage.cli.console.option import (
     daemon_connection_options,
     get_settings,
-    needs,
     start_traces,
     verb,
 )
@@ -35,6 +34,7 @@ from clowder_aimage.cli.verbs.serve import (
     spell,
 )
 from clowder_aimage.config.user_directory import find_config_file
+from clowder_aimage.errors import needs
 from clowder_aimage.oci import Digest, Reference
 
 

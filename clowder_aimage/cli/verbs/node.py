@@ -17,7 +17,6 @@ from clowder_aimage.cli.console.option import (
     daemon_connection_options,
     get_settings,
     list_explicit_options,
-    needs,
 )
 from clowder_aimage.cli.console.output import (
     clean_line,
@@ -34,7 +33,7 @@ from clowder_aimage.cli.console.worker_connection import (
 )
 from clowder_aimage.cli.verbs.serve import listening_options, node_options, run_server, spell
 from clowder_aimage.config.user_directory import find_config_file, read_worker_host
-from clowder_aimage.errors import FormatError, NetworkError, NotFoundError, UsageError
+from clowder_aimage.errors import FormatError, NetworkError, NotFoundError, UsageError, needs
 
 if TYPE_CHECKING:
     from clowder_aimage.engine.endpoint import Endpoint

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
-from contextlib import closing
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -27,10 +26,11 @@ from clowder_aimage.cli.console.worker_connection import (
     list_models,
     refuse_options,
 )
+from clowder_aimage.cli.worker.remote_name import obtain_remotely, pull_remotely
 from clowder_aimage.content import Rate
 from clowder_aimage.content.platform import ManifestSelector, Platform
 from clowder_aimage.dialect.selection import LayerSelection
-from clowder_aimage.errors import NetworkError, NotFoundError, UsageError
+from clowder_aimage.errors import NotFoundError, UsageError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Reference
 from clowder_aimage.oci.descriptor import to_plain
@@ -94,7 +94,6 @@ def pull(
     components: tuple[str, ...],
     patterns: tuple[str, ...],
     dry_run: bool,
-    yes: bool,
     remote: bool,
     limit: int | None,
 ) -> None:
@@ -137,7 +136,7 @@ def pull(
     }
     conflict = next((name for name, value in selecting.items() if value), None)
     for reference in references:
-        if _pull_named(reference, connection, conflict, is_dry_run=dry_run, is_confirmed=yes):
+        if _pull_named(reference, connection, conflict, is_dry_run=dry_run):
             continue
         again = _format_command(reference, platform, variant)
         _pull(reference, layout, connection, options, again)
@@ -168,7 +167,6 @@ def _pull_named(
     conflict: str | None,
     *,
     is_dry_run: bool,
-    is_confirmed: bool,
 ) -> bool:
     """Fetch a model by its short name and print its digest; return False for other names.
 
@@ -201,7 +199,7 @@ def _pull_named(
         print_result(value | {"download": offer.variant.download}, offer.variant.name)
         return True
     else:
-        descriptor = obtain_variant(reference, model, connection, is_confirmed=is_confirmed)
+        descriptor = obtain_variant(reference, model, connection)
     value = {"reference": str(reference), **to_plain(descriptor)}
     print_result(value, str(descriptor.digest))
     return True
@@ -210,50 +208,15 @@ def _pull_named(
 def _pull_remotely(reference: Reference) -> None:
     refuse_options("omit --remote to pull into a store on this machine")
     client = connect_worker()
-    is_done = False
-    with Progress("pulling", reference) as progress:
-        sums = _Sums(progress)
-        with closing(client.iter_lines("/api/pull", {"model": str(reference)})) as lines:
-            for line in lines:
-                is_done = line.get("status") == "success"
-                sums.add(line)
-        if not is_done:
-            raise NetworkError(f"the worker at {client.endpoint} disconnected during the pull")
-        progress.remark(f"pulled by the worker at {client.endpoint}")
+    name = obtain_remotely(client, reference, lambda _: None)
+    if name is None:
+        pull_remotely(client, name := reference)
     for model in list_models(client, "/api/tags"):
-        if model["name"] == str(reference) or model["digest"] == str(reference.digest):
+        if model["name"] == str(name) or model["digest"] == str(name.digest):
             value = {key: model[key] for key in ("digest", "size")}
-            print_result({"reference": str(reference), **value}, model["digest"])
+            print_result({"reference": str(name), **value}, model["digest"])
             return
-    raise NotFoundError(f"the worker at {client.endpoint} pulled {reference}, but does not list it")
-
-
-class _Sums:
-    """Totals over the lines about single blobs.
-
-    A line may have the ``size`` of all blobs; else the total grows with each blob that starts, and
-    is shown again when it has grown by a tenth.
-    """
-
-    def __init__(self, bar: Progress) -> None:
-        self._bar = bar
-        # Bytes done and total.
-        self._blobs: dict[str, tuple[int, int]] = {}
-        self._done = self._whole = self._shown = 0
-
-    def add(self, line: Mapping[str, Any]) -> None:
-        done, total, size = line.get("completed"), line.get("total"), line.get("size")
-        if type(done) is not int or type(total) is not int:
-            return
-        before = self._blobs.get(str(line.get("digest")), (0, 0))
-        self._blobs[str(line.get("digest"))] = done, total
-        self._done += done - before[0]
-        self._whole += total - before[1]
-        if type(size) is int and size >= self._whole:
-            self._shown = size
-        elif self._whole > 1.1 * self._shown:
-            self._shown = self._whole
-        self._bar.show(min(self._done, self._shown), self._shown)
+    raise NotFoundError(f"the worker at {client.endpoint} pulled {name}, but does not list it")
 
 
 def _format_command(reference: Reference, platform: str | None, variant: str | None) -> str:

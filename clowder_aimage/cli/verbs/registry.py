@@ -16,7 +16,6 @@ from clowder_aimage.cli.console.option import (
     common_options,
     daemon_connection_options,
     get_settings,
-    needs,
     parse_with,
     start_traces,
 )
@@ -26,7 +25,7 @@ from clowder_aimage.config.token_file import REGISTRY_SCOPES
 from clowder_aimage.config.user_directory import check_variables, find_config_file
 from clowder_aimage.content.unit import parse_size
 from clowder_aimage.document.schema import read_configuration
-from clowder_aimage.errors import UsageError
+from clowder_aimage.errors import UsageError, needs
 
 PREFIX = "AIMAGE_REGISTRY_"
 _option = partial(option, prefix=PREFIX)

@@ -28,7 +28,6 @@ from clowder_aimage.cli.console.option import (
     connection_options,
     device_option,
     get_settings,
-    needs,
     verb,
 )
 from clowder_aimage.cli.console.output import format_count, note, print_result
@@ -39,7 +38,7 @@ from clowder_aimage.cli.worker.local_model import (
     show_steps,
 )
 from clowder_aimage.content.store import ContentStore
-from clowder_aimage.errors import AImageError, NotFoundError, UsageError, VerificationError
+from clowder_aimage.errors import AImageError, NotFoundError, UsageError, VerificationError, needs
 from clowder_aimage.generation.request import ALPHA, GenerateRequest, LoraUse
 from clowder_aimage.model.adapter_source import OWN
 from clowder_aimage.model.library_choice import BACKENDS, TorchTuning, choose_library, parse_backend

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -15,16 +14,15 @@ from clowder_aimage.cli.console.example import examples
 from clowder_aimage.cli.console.lora_option import is_file, lora_options
 from clowder_aimage.cli.console.named_picture import check_stdin
 from clowder_aimage.cli.console.option import (
+    WHERE,
     connection_options,
     get_settings,
     in_section,
-    needs,
     parse_reference,
     parse_with,
     remote_option,
     torch_options,
     verb,
-    yes_option,
 )
 from clowder_aimage.cli.console.parameter_option import parameter_options
 from clowder_aimage.cli.console.picture_option import picture_options
@@ -38,23 +36,20 @@ from clowder_aimage.cli.console.prompt_loop import (
 )
 from clowder_aimage.cli.console.pushed_picture import check_push
 from clowder_aimage.cli.console.seed_option import seed_option, sheet_option
-from clowder_aimage.cli.console.stored_name import pack_path, resolve_model_or_path, stored_argument
 from clowder_aimage.cli.text.enhance_option import ENHANCING, enhance_options, is_enhanced
 from clowder_aimage.cli.text.option import TEXT_SETTABLE, build_text_request, text_options
-from clowder_aimage.cli.worker.choice import (
-    choose_worker,
-    find_default_worker,
-    find_named_worker,
-)
+from clowder_aimage.cli.worker.choice import choose_worker, find_named_worker
 from clowder_aimage.cli.worker.local import LocalWorker
 from clowder_aimage.cli.worker.local_model import LocalOptions
+from clowder_aimage.cli.worker.model_argument import ModelArgument, model_argument
 from clowder_aimage.cli.worker.model_kind import check_options, is_language_model
 from clowder_aimage.cli.worker.picture_order import SETTABLE, PictureOrder, order_drafts
 from clowder_aimage.cli.worker.text_order import TextOrder
-from clowder_aimage.content.unit import parse_size
-from clowder_aimage.errors import UsageError
+from clowder_aimage.content import unit
+from clowder_aimage.errors import UsageError, needs
 from clowder_aimage.generation.parameter import list_parameters
 from clowder_aimage.generation.request import GenerateRequest, Guidance, LoraUse, Output, Sampling
+from clowder_aimage.generation.size import parse_size
 from clowder_aimage.model.adapter_source import OWN
 from clowder_aimage.model.library_choice import AUTO, BACKENDS, TorchTuning
 from clowder_aimage.oci import Reference
@@ -65,7 +60,7 @@ if TYPE_CHECKING:
     from clowder_aimage.engine.worker_client import WorkerClient
 
 # Options that a worker serves too.
-_SERVED = (*SETTABLE, *ENHANCING, *TEXT_SETTABLE, "push", "local", "yes")
+_SERVED = (*SETTABLE, *ENHANCING, *TEXT_SETTABLE, "push", "local")
 # Parameters of the sampling that are used every day, and the others.
 _COMMON = ("steps", "seed")
 _RARE = tuple({parameter.name for parameter in list_parameters(Sampling)} - {*_COMMON})
@@ -77,11 +72,8 @@ def _parse_precision(text: str) -> str:
     return parse_precision(text)
 
 
-def _parse_sides(text: str) -> tuple[int, int]:
-    match = re.fullmatch(r"([0-9]{1,5})[xX]([0-9]{1,5})", text, re.ASCII)
-    if match is None:
-        raise ValueError(f"expected WIDTHxHEIGHT, such as 1024x768, not {text!r}")
-    return int(match[1]), int(match[2])
+def _parse_sides(text: str) -> tuple[int, ...] | None:
+    return tuple(parse_size(text.lower()).values()) or None
 
 
 @examples(
@@ -94,14 +86,14 @@ def _parse_sides(text: str) -> tuple[int, int]:
     "aimage run qwen3 'why is the sky blue?' --max-tokens 100",
 )
 @verb
-@stored_argument("model", parse=resolve_model_or_path)
+@model_argument
 @click.argument("words", metavar="[PROMPT...]", nargs=-1)
 @in_section(
     "Picture options",
     click.option(
         "--size",
         metavar="WxH",
-        callback=parse_with(_parse_sides),
+        type=_parse_sides,
         help="Width and height, such as 1024x768.",
     ),
     parameter_options(Output, without=("previews",)),
@@ -147,14 +139,13 @@ def _parse_sides(text: str) -> tuple[int, int]:
     ),
 )
 @in_section(
-    "Where it runs",
+    WHERE,
     click.option("--local", is_flag=True, help="Generate in this process, not in a worker."),
     remote_option,
-    yes_option,
     click.option(
         "--memory",
         metavar="SIZE",
-        callback=parse_with(parse_size),
+        callback=parse_with(unit.parse_size),
         help="Memory for this process, such as 12GiB. [default: from the machine]",
     ),
     click.option(
@@ -178,7 +169,7 @@ def _parse_sides(text: str) -> tuple[int, int]:
 )
 @connection_options
 def run(
-    model: Reference | Path,
+    model: ModelArgument,
     words: tuple[str, ...],
     backend: str,
     dtype: str | None,
@@ -186,7 +177,6 @@ def run(
     precision: str | None,
     local: bool,
     remote: bool,
-    yes: bool,
     **values: Any,
 ) -> None:
     """Generate a picture of PROMPT, or an answer to it, with the model REF.
@@ -211,9 +201,8 @@ def run(
     # wrong values of pictures, before a registry or a worker is asked for the kind of the model
     drafts = order_drafts(values, prompt or "")
     client = find_named_worker(_SERVED, is_local=local, is_remote=remote)
-    reference = pack_path(model, client) if isinstance(model, Path) else model
-    if client is None and isinstance(model, Reference):
-        reference = _obtain(reference, is_local=local, is_confirmed=yes)
+    check = partial(_check_named, is_local=client is None)
+    reference = model.obtain(client, is_local=local, check=check)
     if values["push"] is not None:
         check_push(values["push"], prompt, reference)
     is_text = is_language_model(reference, client, local=local)
@@ -240,24 +229,13 @@ def run(
     read_prompts(order.make, values, list_settable_options((*SETTABLE, *ENHANCING)))
 
 
-def _obtain(reference: Reference, *, is_local: bool, is_confirmed: bool) -> Reference:
-    """Return a name that the store, a worker or a registry has: a short name is fetched."""
-    if reference.registry is not None:
-        return reference
-    from clowder_aimage.cli.create.named_model import is_stored, obtain
-
-    if is_stored(reference) or (not is_local and find_default_worker(reference)):
-        return reference
-
-    def check(model: NamedModel) -> None:
-        # Before a large download.
-        if model.kind:
-            check_options(reference, is_text=model.kind == "text")
-        if model.kind == "image":
-            with needs("running a model", "mlx"):
-                from clowder_aimage import generate  # noqa: F401
-
-    return obtain(reference, is_confirmed=is_confirmed, check=check)
+def _check_named(model: NamedModel, *, is_local: bool) -> None:
+    """Reject the options for another kind of models, before a download. Raises UsageError."""
+    if model.kind:
+        check_options(Reference.parse(model.name), is_text=model.kind == "text")
+    if model.kind == "image" and is_local:
+        with needs("running a model", "mlx"):
+            from clowder_aimage import generate  # noqa: F401
 
 
 def _check_stdin(words: tuple[str, ...], values: Mapping[str, Any]) -> None:

@@ -24,7 +24,6 @@ from clowder_aimage.cli.console.fleet_access import (
 from clowder_aimage.cli.console.option import (
     daemon_connection_options,
     get_settings,
-    needs,
     options,
     start_traces,
     torch_options,
@@ -33,7 +32,7 @@ from clowder_aimage.cli.console.option import (
 from clowder_aimage.cli.console.output import print_result
 from clowder_aimage.cli.console.remedy import format_advice
 from clowder_aimage.config.user_directory import find_config_file
-from clowder_aimage.errors import UsageError
+from clowder_aimage.errors import UsageError, needs
 
 if TYPE_CHECKING:
     from clowder_aimage.api.service import Service

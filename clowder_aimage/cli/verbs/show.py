@@ -30,6 +30,7 @@ from clowder_aimage.cli.console.output import (
     print_result,
     wants_value,
 )
+from clowder_aimage.cli.console.remedy import format_advice
 from clowder_aimage.cli.console.stored_name import stored_argument
 from clowder_aimage.content.atomic_file import write_all
 from clowder_aimage.content.platform import format_cell
@@ -194,9 +195,9 @@ def _format_permission(key: str, value: object) -> str:
 
 def _format_ability(ability: Ability) -> list[tuple[str, str]]:
     """Return what a language model can do here, or why a model cannot run."""
-    obstacle, advice = ability.find_obstacle()
-    if obstacle:
-        reason = f"{obstacle}; {advice}" if advice else obstacle
+    if obstacle := ability.find_obstacle():
+        advice = format_advice(obstacle)
+        reason = f"{obstacle}; {advice}" if advice else str(obstacle)
         return [("capabilities", format_cell(f"none here: {reason}"))]
     named = ", ".join(ability.list_capabilities())
     return [("capabilities", named)] if named not in ("", IMAGE) else []

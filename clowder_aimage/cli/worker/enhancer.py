@@ -6,15 +6,20 @@ import contextlib
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from clowder_aimage.cli.console.option import get_settings
 from clowder_aimage.cli.console.output import remark
+from clowder_aimage.cli.create.named_model import obtain
 from clowder_aimage.cli.text.enhance_option import Enhancement
 from clowder_aimage.cli.worker.language_model import LocalLanguageModel
 from clowder_aimage.cli.worker.local_model import LocalOptions
 from clowder_aimage.errors import NotFoundError, UsageError
 from clowder_aimage.generation.request import GenerateRequest
 from clowder_aimage.oci import Reference
+
+if TYPE_CHECKING:
+    from clowder_aimage.config.name_index import NamedModel
 
 # Bytes in memory for each byte of weights.
 _FACTOR = 1.3
@@ -30,6 +35,8 @@ class LocalEnhancer:
     picture_model: Reference
     options: LocalOptions
     _model: LocalLanguageModel | None = None
+    # As the user named the model.
+    _name: Reference | None = None
 
     def write(
         self, enhancement: Enhancement, drafts: Iterable[GenerateRequest]
@@ -50,10 +57,11 @@ class LocalEnhancer:
         from clowder_aimage.model.text.enhancement import build_enhancement_request, collect_prompt
 
         reference = enhancement.model or _resolve_default_model()
-        if self._model is None or self._model.reference != reference:
+        if self._model is None or self._name != reference:
             # Frees the memory before the load.
             self._model = None
-            self._model = LocalLanguageModel(reference, self.options)
+            self._model = LocalLanguageModel(obtain(reference, _check_named), self.options)
+            self._name = reference
         prompt, seed = draft.prompt, draft.sampling.seed
         request = build_enhancement_request(prompt, seed, enhancement.instruction)
         with contextlib.closing(self._model.answer(request)) as events:
@@ -78,6 +86,12 @@ class LocalEnhancer:
         weights = sum(layer.descriptor.size for layer in layers if layer.is_tensor)
         free = read_available_memory()
         return free is not None and free >= _FACTOR * weights
+
+
+def _check_named(model: NamedModel) -> None:
+    """Reject an image model before a download. Raises UsageError."""
+    if model.kind == "image":
+        raise UsageError(f"{model.name} is not a language model: it enhances no prompts")
 
 
 def _resolve_default_model() -> Reference:

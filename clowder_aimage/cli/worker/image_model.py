@@ -12,7 +12,7 @@ import click
 
 from clowder_aimage.cli.console.lora_option import create_adapter_finder, offer
 from clowder_aimage.cli.console.named_picture import get_named_pictures
-from clowder_aimage.cli.console.option import get_settings, needs
+from clowder_aimage.cli.console.option import get_settings
 from clowder_aimage.cli.console.output import note, note_once, remark
 from clowder_aimage.cli.console.picture_option import complete_request
 from clowder_aimage.cli.worker.local_model import (
@@ -24,7 +24,7 @@ from clowder_aimage.cli.worker.local_model import (
     show_steps,
 )
 from clowder_aimage.cli.worker.worker import Announce, PictureTask
-from clowder_aimage.errors import AImageError, NotFoundError, UsageError
+from clowder_aimage.errors import AImageError, NotFoundError, UsageError, needs
 from clowder_aimage.generation.effect import describe_ignored_parameters
 from clowder_aimage.generation.encoding import PictureEncoding
 from clowder_aimage.generation.request import GenerateRequest

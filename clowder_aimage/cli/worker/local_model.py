@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from clowder_aimage.cli.console.option import get_settings, needs
+from clowder_aimage.cli.console.option import get_settings
 from clowder_aimage.cli.console.output import format_size, is_verbose, note
 from clowder_aimage.cli.console.progress import Progress
+from clowder_aimage.errors import needs
 from clowder_aimage.model.library_choice import AUTO, NO_TUNING, TorchTuning
 from clowder_aimage.oci import Reference
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clowder_aimage.cli.console.lora_option import with_tags
-from clowder_aimage.cli.console.option import needs
 from clowder_aimage.cli.console.output import (
     format_count,
     note,
@@ -26,7 +25,7 @@ from clowder_aimage.cli.console.pushed_picture import push_made
 from clowder_aimage.cli.console.seed_option import plan_seed_runs
 from clowder_aimage.cli.text.enhance_option import read_enhancement
 from clowder_aimage.cli.worker.worker import PictureTask, Worker
-from clowder_aimage.errors import UsageError
+from clowder_aimage.errors import UsageError, needs
 from clowder_aimage.generation.request import (
     COUNTS,
     ENHANCED,

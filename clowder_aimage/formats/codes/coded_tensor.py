@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from clowder_aimage.errors import FormatError, UsageError
+from clowder_aimage.errors import FormatError, build_extra_error
 from clowder_aimage.formats.model_tree import AGAIN
 from clowder_aimage.tensor.weight import SourceTensor
 
@@ -125,6 +125,4 @@ def read_bytes(tensor: SourceTensor) -> bytes:
 def check_package(name: str) -> None:
     """Check that a package for decoding is installed. Raises UsageError."""
     if importlib.util.find_spec(name) is None:
-        raise UsageError(
-            "decoding quantized weights needs the extra [mlx]", remedy="install_extra", extra="mlx"
-        )
+        raise build_extra_error("decoding quantized weights", "mlx")

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from clowder_aimage.errors import ModelError, UsageError
+from clowder_aimage.errors import ModelError, build_extra_error
 from clowder_aimage.formats.transformers import build_facts
 from clowder_aimage.model import backend  # MLX, with a fast BLAS
 from clowder_aimage.model.mlxlm.network_config import (
@@ -41,9 +41,7 @@ def enter() -> None:
         return
     spec = importlib.util.find_spec(_PACKAGE)
     if spec is None:
-        raise UsageError(
-            "language models of Transformers need mlx-lm", hint="install the extra [text]"
-        )
+        raise build_extra_error("mlx-lm", "text")
     sys.modules[_PACKAGE] = importlib.util.module_from_spec(spec)
     if not backend.is_on_gpu():
         # On a CPU MLX compiles with a C++ compiler, for seconds, and writes to /tmp

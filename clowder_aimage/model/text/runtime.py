@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from clowder_aimage.dialect.aimage import AImage
-from clowder_aimage.errors import ModelError, UsageError
+from clowder_aimage.errors import ModelError, UsageError, build_extra_error
 from clowder_aimage.model.ability import ENCODER, LLAMA, MLX_LM
 from clowder_aimage.model.refusal import refuse_unrunnable
 from clowder_aimage.model.text.encoder_config import is_encoder
@@ -81,10 +81,7 @@ def import_runtime(runtime: str) -> Any:
         # A missing module of this package is a defect, not a missing extra
         if (error.name or "").startswith("clowder_aimage"):
             raise
-        raise UsageError(
-            f"{runtime} cannot be used: {error.name} is missing",
-            hint=f"install the extra [{extra}]",
-        ) from None
+        raise build_extra_error(runtime, extra) from None
     except ImportError as error:
         # A library of the system is missing, such as libgomp.so.1 on a bare Debian
         raise UsageError(
