@@ -79,9 +79,28 @@ def test_the_first_lines_fit_a_terminal(store: Aimage) -> None:
     assert all(name in main.VERBS for name in main._FIRST_VERBS)
 
 
-def test_each_option_of_run_is_in_one_section(store: Aimage) -> None:
-    sections = store("run", "--help").out.partition("Picture options:")[2].split("\n\n")
-    names = [line.split()[0] for text in sections for line in text.split("\n") if "  -" in line[:4]]
-    assert len(names) == len(set(names)) > 50
-    assert sections[-1].startswith("Registry options:") and sections[-2].startswith("Options:")
-    assert len(sections[-2].splitlines()) < 12
+@pytest.mark.parametrize(
+    ("verb", "first", "count"),
+    [
+        ("run", "Picture options", 9),
+        ("create", "Options for the files", 5),
+        ("serve", "Address and access", 11),
+        ("gateway", "Address and access", 6),
+        ("node", "Address and access", 5),
+        ("registry serve", "Address and access", 5),
+    ],
+)
+def test_each_option_of_a_long_help_is_in_one_section(
+    store: Aimage, verb: str, first: str, count: int
+) -> None:
+    shown = store(*verb.split(), "--help").out
+    sections = f"{first}:{shown.partition(f'{first}:')[2]}".partition("\nCommands:")[0]
+    named = {
+        text.partition(":\n")[0]: [line for line in text.splitlines() if line.startswith("  -")]
+        for text in sections.strip().split("\n\n")
+    }
+    assert len(named) == count and next(iter(named)) == first
+    names = [line.split()[0] for lines in named.values() for line in lines]
+    assert len(names) == len(set(names))
+    # A section has no more options than a terminal has lines; what belongs to none is common.
+    assert max(map(len, named.values())) <= 24 and len(named["Options"]) < 12

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from clowder_aimage.cli.console.option import options
+from clowder_aimage.cli.console.option import in_section
 from clowder_aimage.config.user_directory import resolve_fleet_directory
 from clowder_aimage.errors import NetworkError, UsageError, needs
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 PATIENCE = 10.0
 _T = TypeVar("_T")
 _FILE = click.Path(dir_okay=False, path_type=Path)
-ACCESS = (
+ACCESS_OPTIONS = (
     *("fleet", "nats_creds", "nats_nkey", "nats_ca", "nats_cert", "nats_key"),
     *("fleet_key", "signing_key"),
 )
@@ -37,7 +37,11 @@ fleet_option = click.option(
     envvar="AIMAGE_FLEET",
     help="Name of the fleet on its NATS server. [env: AIMAGE_FLEET; default: aimage]",
 )
-fleet_options = options(
+# The section of the help
+FLEET = "Fleet"
+
+fleet_options = in_section(
+    FLEET,
     fleet_option,
     click.option(
         "--nats-creds",

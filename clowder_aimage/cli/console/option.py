@@ -173,8 +173,10 @@ _ELSEWHERE = {
 _ADDRESSES = ("--address", "--bind", "--host", "--listen", "--port")
 _ADDRESS_HINT = "--addr HOST:PORT sets the address and the port"
 
-# The section of a help text for options without one, and the last section.
+# The section of a help text for options without one, and the last section
 _SECTION, _LAST_SECTION = "Options", "Registry options"
+# A section of servers, which precedes these two
+LOG = "Log and shutdown"
 
 
 class _ConnectionOption(click.Option):
@@ -220,7 +222,7 @@ def group_records(command: click.Command, ctx: click.Context) -> dict[str, list[
         record = param.get_help_record(ctx)
         if record is not None and isinstance(param, click.Option):
             sections.setdefault(getattr(param, "section", _SECTION), []).append(record)
-    for title in (_SECTION, _LAST_SECTION):
+    for title in (LOG, _SECTION, _LAST_SECTION):
         if title in sections:
             sections[title] = sections.pop(title)
     return sections

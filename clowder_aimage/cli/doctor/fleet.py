@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from clowder_aimage.cli.console.fleet_access import ACCESS, run_with_link
+from clowder_aimage.cli.console.fleet_access import ACCESS_OPTIONS, run_with_link
 from clowder_aimage.cli.console.output import format_count
 from clowder_aimage.cli.doctor.finding import Finding, Level, Stage
 from clowder_aimage.cli.doctor.server_time import ServerTimes
@@ -43,7 +43,7 @@ class FleetSettings:
         if not servers:
             return None
         options: dict[str, Any] = {}
-        for name in ACCESS:
+        for name in ACCESS_OPTIONS:
             if value := os.environ.get(f"AIMAGE_{name.upper()}"):
                 options[name] = value if name in _NAMES else Path(value)
         return cls(servers, options)

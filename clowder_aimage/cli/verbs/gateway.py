@@ -11,7 +11,8 @@ import click
 
 from clowder_aimage.cli.console.example import examples
 from clowder_aimage.cli.console.fleet_access import (
-    ACCESS,
+    ACCESS_OPTIONS,
+    FLEET,
     build_fleet_access,
     fleet_key_option,
     fleet_options,
@@ -22,12 +23,15 @@ from clowder_aimage.cli.console.fleet_access import (
 from clowder_aimage.cli.console.option import (
     daemon_connection_options,
     get_settings,
+    in_section,
     start_traces,
     verb,
 )
 from clowder_aimage.cli.console.output import print_result
 from clowder_aimage.cli.console.remedy import format_advice
 from clowder_aimage.cli.verbs.serve import (
+    ACCESS,
+    LIMITS,
     allow_origin_option,
     caller_options,
     listening_options,
@@ -43,18 +47,19 @@ from clowder_aimage.oci import Digest, Reference
     "aimage gateway --nats tls://nats.example.com --nats-creds gateway.creds",
 )
 @verb
-@nats_option
 @listening_options("gateway", "127.0.0.1:11434")
-@allow_origin_option
-@caller_options("512MiB")
-@click.option(
-    "--queue",
-    type=click.IntRange(0),
-    help="Maximum number of jobs that wait in this gateway. [default: 1000]",
+@in_section(ACCESS, allow_origin_option)
+@in_section(
+    LIMITS,
+    click.option(
+        "--queue",
+        type=click.IntRange(0),
+        help="Maximum number of jobs that wait in this gateway. [default: 1000]",
+    ),
+    click.option("--deadline", metavar="DURATION", help="Time limit of a job. [default: none]"),
+    caller_options("512MiB"),
 )
-@click.option("--deadline", metavar="DURATION", help="Time limit of a job. [default: none]")
-@signing_key_option
-@fleet_key_option
+@in_section(FLEET, nats_option, signing_key_option, fleet_key_option)
 @fleet_options
 @daemon_connection_options
 def gateway(**options: Any) -> None:
@@ -80,7 +85,7 @@ def gateway(**options: Any) -> None:
         from clowder_aimage.http.metrics_role import MetricsRole
         from clowder_aimage.http.token_file import TokenFile
 
-    access_options = {name: options.pop(name) for name in tuple(options) if name in ACCESS}
+    access_options = {name: options.pop(name) for name in tuple(options) if name in ACCESS_OPTIONS}
     config, _ = gather(GatewaySettings, options, find_config_file(), spell)
     access = build_fleet_access(resolve_nats_servers(config.nats), access_options, GATEWAY)
     chosen = get_settings()

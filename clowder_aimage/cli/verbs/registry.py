@@ -16,11 +16,12 @@ from clowder_aimage.cli.console.option import (
     common_options,
     daemon_connection_options,
     get_settings,
+    in_section,
     parse_with,
     start_traces,
 )
 from clowder_aimage.cli.console.output import print_result
-from clowder_aimage.cli.verbs.serve import metrics_and_log_options, option
+from clowder_aimage.cli.verbs.serve import ACCESS, metrics_and_log_options, option
 from clowder_aimage.config.token_file import REGISTRY_SCOPES
 from clowder_aimage.config.user_directory import check_variables, find_config_file
 from clowder_aimage.content.unit import parse_size
@@ -42,32 +43,39 @@ def registry() -> None:
 )
 @common_options
 @registry.command(short_help="Serve the store over the OCI distribution API.")
-@_option(
-    "--addr",
-    default="127.0.0.1:5005",
-    show_default=True,
-    metavar="HOST:PORT",
-    help="Address to listen on; port 0 selects a free one.",
+@in_section(
+    ACCESS,
+    _option(
+        "--addr",
+        default="127.0.0.1:5005",
+        show_default=True,
+        metavar="HOST:PORT",
+        help="Address to listen on; port 0 selects a free one.",
+    ),
+    _option(
+        "--token-file",
+        type=click.Path(dir_okay=False, path_type=Path),
+        help="Require a token of this file: lines 'read TOKEN', 'write TOKEN' or 'admin TOKEN'.",
+    ),
+    _option(
+        "--allow-remote", is_flag=True, help="Accept requests from other machines without a token."
+    ),
+    _option("--readonly", is_flag=True, help="Allow pulls only."),
 )
-@_option("--readonly", is_flag=True, help="Allow pulls only.")
-@_option(
-    "--allow-remote", is_flag=True, help="Accept requests from other machines without a token."
-)
-@_option(
-    "--token-file",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="Require a token of this file: lines 'read TOKEN', 'write TOKEN' or 'admin TOKEN'.",
-)
-@_option(
-    "--upload-quota",
-    metavar="SIZE",
-    callback=parse_with(parse_size),
-    help="Bytes that all unfinished uploads may have together, such as 20GiB. [default: no limit]",
-)
-@_option(
-    "--upstream",
-    metavar="HOST[/PREFIX]",
-    help="Cache this registry: fetch missing content from it. Allows pulls only.",
+@in_section(
+    "Content",
+    _option(
+        "--upstream",
+        metavar="HOST[/PREFIX]",
+        help="Cache this registry: fetch missing content from it. Allows pulls only.",
+    ),
+    _option(
+        "--upload-quota",
+        metavar="SIZE",
+        callback=parse_with(parse_size),
+        help="Bytes that all unfinished uploads may have together, such as 20GiB. "
+        "[default: no limit]",
+    ),
 )
 @metrics_and_log_options(PREFIX)
 @daemon_connection_options

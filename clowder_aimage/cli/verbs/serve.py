@@ -16,14 +16,17 @@ import click
 
 from clowder_aimage.cli.console.example import examples
 from clowder_aimage.cli.console.fleet_access import (
-    ACCESS,
+    ACCESS_OPTIONS,
+    FLEET,
     build_fleet_access,
     fleet_key_option,
     fleet_options,
 )
 from clowder_aimage.cli.console.option import (
+    LOG,
     daemon_connection_options,
     get_settings,
+    in_section,
     options,
     start_traces,
     torch_options,
@@ -47,7 +50,11 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 _PER_CENT = click.FloatRange(0, 100)
 _TRANSIENT = {errno.EIO, errno.ESTALE, errno.ENOSPC, errno.EDQUOT, errno.ETIMEDOUT}  # may recover
 
-node_options = options(
+# Sections of the help of servers
+ACCESS, LIMITS, NODE = "Address and access", "Limits of requests", "Node"
+
+node_options = in_section(
+    NODE,
     click.option(
         "--desired",
         type=click.Path(file_okay=False, path_type=Path),
@@ -99,7 +106,8 @@ def option(name: str, *, prefix: str = "", **attributes: Any) -> Callable[[_F], 
 def metrics_and_log_options(prefix: str = "") -> Callable[[_F], _F]:
     """Return a decorator that adds them; ``prefix`` is that of their environment variables."""
     levels = click.Choice(["debug", "info", "warning", "error"])
-    return options(
+    return in_section(
+        LOG,
         option(
             "--metrics-addr",
             prefix=prefix,
@@ -123,7 +131,8 @@ def metrics_and_log_options(prefix: str = "") -> Callable[[_F], _F]:
 
 def listening_options(server: str, address: str) -> Callable[[_F], _F]:
     """Return a decorator that adds the options of a server: addresses, access, shutdown and log."""
-    return options(
+    access = in_section(
+        ACCESS,
         click.option(
             "--addr",
             metavar="HOST:PORT",
@@ -144,13 +153,16 @@ def listening_options(server: str, address: str) -> Callable[[_F], _F]:
             metavar="NAME",
             help=f"A host name that clients may use for this {server}. May be repeated.",
         ),
+    )
+    shutdown = in_section(
+        LOG,
         click.option(
             "--grace",
             metavar="DURATION",
             help=f"Time for running requests when the {server} stops. [default: 30s]",
         ),
-        metrics_and_log_options(),
     )
+    return options(access, shutdown, metrics_and_log_options())
 
 
 def caller_options(stored: str) -> Callable[[_F], _F]:
@@ -198,144 +210,172 @@ allow_origin_option = click.option(
 )
 @verb
 @listening_options("worker", "127.0.0.1:11434")
-@allow_origin_option
-@caller_options("10GiB")
-@click.option(
-    "--reserve",
-    metavar="SIZE",
-    help="Space of the disk that files and batches leave free, at most a twentieth of it. "
-    "[default: 1GiB]",
+@in_section(
+    ACCESS,
+    allow_origin_option,
+    click.option(
+        "--public-url",
+        metavar="URL",
+        help="Base URL of links to pictures. [default: the address of the request]",
+    ),
+    click.option(
+        "--page/--no-page", default=None, help="Serve the page for browsers at /. [default: yes]"
+    ),
+    click.option("--open", "opens", is_flag=True, help="Open the page in the browser."),
 )
-@click.option(
-    "--allow-input",
-    "allow_inputs",
-    multiple=True,
-    metavar="HOST",
-    help="Let requests name pictures at https://HOST/: HOST, HOST:PORT or *.DOMAIN. "
-    "May be repeated. [default: none]",
+@in_section(
+    "Models",
+    click.option("--default-model", metavar="REF", help="Model for requests that name none."),
+    click.option(
+        "--default-for",
+        multiple=True,
+        metavar="PATTERN",
+        help="Names that mean the default model. May be repeated. "
+        "[default: dall-e-2, dall-e-3, gpt-image-*, chatgpt-image-*]",
+    ),
+    click.option("--enhancer", metavar="REF", help="Language model that enhances prompts."),
+    click.option(
+        "--alias",
+        "aliases",
+        multiple=True,
+        metavar="NAME=REF",
+        help="Another name of a model. May be repeated.",
+    ),
+    click.option(
+        "--wanted",
+        multiple=True,
+        metavar="REF",
+        help="Pull this model before the worker is ready. May be repeated.",
+    ),
+    click.option(
+        "--pull",
+        type=click.Choice(["never", "if-missing", "always"]),
+        help="When to pull the model of a request. [default: if-missing]",
+    ),
+    click.option(
+        "--first",
+        metavar="TYPE",
+        help="Use a smaller variant, such as int4, while the model of a request is pulled.",
+    ),
+    click.option(
+        "--lora-dir",
+        type=click.Path(exists=True, file_okay=False, path_type=Path),
+        metavar="DIR",
+        help="Offer the adapters in this directory: 'styles/ink' is styles/ink.safetensors in it.",
+    ),
 )
-@click.option(
-    "--max-models",
-    type=click.IntRange(1),
-    help="Maximum number of loaded models. [default: as many as the memory has room for]",
+@in_section(
+    "Memory",
+    click.option(
+        "--memory",
+        metavar="SIZE",
+        help="Memory for models, such as 12GiB. [default: from the machine]",
+    ),
+    click.option(
+        "--max-models",
+        type=click.IntRange(1),
+        help="Maximum number of loaded models. [default: as many as the memory has room for]",
+    ),
+    click.option(
+        "--keep-alive",
+        metavar="DURATION",
+        help="Time until an idle model is unloaded, such as 5m; 0 for at once, -1 for never. "
+        "[default: 5m]",
+    ),
+    click.option(
+        "--text-encoder",
+        type=click.Choice(["auto", "keep", "release"]),
+        help="Keep the text encoder between prompts, or load it again. "
+        "[default: auto, by --memory]",
+    ),
+    click.option(
+        "--context",
+        type=click.IntRange(16),
+        metavar="TOKENS",
+        help="Maximum number of tokens of a prompt and its text. [default: the model's]",
+    ),
+    click.option(
+        "--parallel",
+        type=click.IntRange(1, 256),
+        help="Maximum number of requests that a language model serves at once. [default: 16]",
+    ),
 )
-@click.option(
-    "--parallel",
-    type=click.IntRange(1, 256),
-    help="Maximum number of requests that a language model serves at once. [default: 16]",
+@in_section(
+    LIMITS,
+    click.option(
+        "--queue", type=click.IntRange(0), help="Maximum number of waiting requests. [default: 8]"
+    ),
+    click.option("--deadline", metavar="DURATION", help="Time limit of a request. [default: none]"),
+    click.option(
+        "--text-deadline",
+        metavar="DURATION",
+        help="Time that a text may be computed; 0 for no limit. [default: 10m]",
+    ),
+    click.option(
+        "--picture-deadline",
+        type=click.FloatRange(0, 1e6),
+        metavar="FACTOR",
+        help="The same of pictures, times their estimated time; 0 for no limit. [default: 20]",
+    ),
+    click.option(
+        "--allow-input",
+        "allow_inputs",
+        multiple=True,
+        metavar="HOST",
+        help="Let requests name pictures at https://HOST/: HOST, HOST:PORT or *.DOMAIN. "
+        "May be repeated. [default: none]",
+    ),
+    click.option(
+        "--reserve",
+        metavar="SIZE",
+        help="Space of the disk that files and batches leave free, at most a twentieth of it. "
+        "[default: 1GiB]",
+    ),
+    caller_options("10GiB"),
 )
-@click.option(
-    "--context",
-    type=click.IntRange(16),
-    metavar="TOKENS",
-    help="Maximum number of tokens of a prompt and its text. [default: the model's]",
+@in_section(
+    "Answers",
+    click.option(
+        "--stream-format",
+        type=click.Choice(["auto", "openai", "openai+progress", "ollama"]),
+        help="Format of streamed events, unless the request has one. [default: auto, by client]",
+    ),
+    click.option(
+        "--png-facts/--no-png-facts",
+        default=None,
+        help="Write prompt, seed and other metadata into picture files. [default: yes]",
+    ),
 )
-@click.option(
-    "--text-encoder",
-    type=click.Choice(["auto", "keep", "release"]),
-    help="Keep the text encoder between prompts, or load it again. [default: auto, by --memory]",
+@in_section(
+    "Computation",
+    click.option(
+        "--backend",
+        type=click.Choice(["auto", "mlx", "torch"]),
+        help="Library of image models. [default: auto, by what is installed and the GPU]",
+    ),
+    torch_options,
+    click.option("--dtype", help="Type to compute in: float32 (f32) or bfloat16 (bf16)."),
 )
-@click.option(
-    "--memory", metavar="SIZE", help="Memory for models, such as 12GiB. [default: from the machine]"
+@in_section(
+    FLEET,
+    click.option(
+        "--join",
+        metavar="URL",
+        help="Also take the jobs of a fleet, from NATS at this URL: see 'aimage gateway'.",
+    ),
+    click.option(
+        "--worker-name",
+        metavar="NAME",
+        help="Name in the fleet, which no other worker has. "
+        "[default: the machine's, with the port]",
+    ),
+    fleet_key_option,
 )
-@click.option(
-    "--queue", type=click.IntRange(0), help="Maximum number of waiting requests. [default: 8]"
-)
-@click.option(
-    "--keep-alive",
-    metavar="DURATION",
-    help="Time until an idle model is unloaded, such as 5m; 0 for at once, -1 for never. "
-    "[default: 5m]",
-)
-@click.option("--deadline", metavar="DURATION", help="Time limit of a request. [default: none]")
-@click.option(
-    "--text-deadline",
-    metavar="DURATION",
-    help="Time that a text may be computed; 0 for no limit. [default: 10m]",
-)
-@click.option(
-    "--picture-deadline",
-    type=click.FloatRange(0, 1e6),
-    metavar="FACTOR",
-    help="The same of pictures, times their estimated time; 0 for no limit. [default: 20]",
-)
-@click.option("--default-model", metavar="REF", help="Model for requests that name none.")
-@click.option("--enhancer", metavar="REF", help="Language model that enhances prompts.")
-@click.option(
-    "--default-for",
-    multiple=True,
-    metavar="PATTERN",
-    help="Names that mean the default model. May be repeated. "
-    "[default: dall-e-2, dall-e-3, gpt-image-*, chatgpt-image-*]",
-)
-@click.option(
-    "--alias",
-    "aliases",
-    multiple=True,
-    metavar="NAME=REF",
-    help="Another name of a model. May be repeated.",
-)
-@click.option(
-    "--wanted",
-    multiple=True,
-    metavar="REF",
-    help="Pull this model before the worker is ready. May be repeated.",
-)
-@click.option(
-    "--pull",
-    type=click.Choice(["never", "if-missing", "always"]),
-    help="When to pull the model of a request. [default: if-missing]",
-)
-@click.option(
-    "--stream-format",
-    type=click.Choice(["auto", "openai", "openai+progress", "ollama"]),
-    help="Format of streamed events, unless the request has one. [default: auto, by client]",
-)
-@click.option(
-    "--png-facts/--no-png-facts",
-    default=None,
-    help="Write prompt, seed and other metadata into picture files. [default: yes]",
-)
-@click.option(
-    "--backend",
-    type=click.Choice(["auto", "mlx", "torch"]),
-    help="Library of image models. [default: auto, by what is installed and the GPU]",
-)
-@torch_options
-@click.option("--dtype", help="Type to compute in: float32 (f32) or bfloat16 (bf16).")
-@click.option(
-    "--first",
-    metavar="TYPE",
-    help="Use a smaller variant, such as int4, while the model of a request is pulled.",
-)
-@click.option(
-    "--lora-dir",
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
-    metavar="DIR",
-    help="Offer the adapters in this directory: 'styles/ink' is styles/ink.safetensors in it.",
-)
-@click.option(
-    "--public-url",
-    metavar="URL",
-    help="Base URL of links to pictures. [default: the address of the request]",
-)
-@click.option(
-    "--page/--no-page", default=None, help="Serve the page for browsers at /. [default: yes]"
-)
-@click.option("--open", "opens", is_flag=True, help="Open the page in the browser.")
-@click.option(
-    "--join",
-    metavar="URL",
-    help="Also take the jobs of a fleet, from NATS at this URL: see 'aimage gateway'.",
-)
-@click.option(
-    "--worker-name",
-    metavar="NAME",
-    help="Name in the fleet, which no other worker has. [default: the machine's, with the port]",
-)
-@fleet_key_option
 @fleet_options
-@click.option("--node", "is_node", is_flag=True, help="Also run a node: see 'aimage node'.")
+@in_section(
+    NODE,
+    click.option("--node", "is_node", is_flag=True, help="Also run a node: see 'aimage node'."),
+)
 @node_options
 @daemon_connection_options
 def serve(aliases: tuple[str, ...], is_node: bool, opens: bool, **options: Any) -> None:
@@ -352,7 +392,7 @@ def serve(aliases: tuple[str, ...], is_node: bool, opens: bool, **options: Any) 
         from clowder_aimage.node.settings import NodeSettings
 
     node_values = {name: options.pop(name) for name in NODE_OPTIONS}
-    access_options = {name: options.pop(name) for name in ACCESS if name in options}
+    access_options = {name: options.pop(name) for name in ACCESS_OPTIONS if name in options}
     if not is_node and (odd := next((key for key, value in node_values.items() if value), None)):
         raise UsageError(f"{spell(odd)} requires --node")
     options["aliases"] = ",".join(aliases) or None
