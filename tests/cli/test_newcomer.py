@@ -83,7 +83,7 @@ def test_the_first_lines_fit_a_terminal(store: Aimage) -> None:
     ("verb", "first", "count"),
     [
         ("run", "Picture options", 9),
-        ("create", "Options for the files", 5),
+        ("create", "Options for the files", 4),
         ("serve", "Address and access", 11),
         ("gateway", "Address and access", 6),
         ("node", "Address and access", 5),
