@@ -215,7 +215,7 @@ def test_every_option_is_accepted_by_the_program() -> None:
 
 def test_the_worker_accepts_every_value() -> None:
     pytest.importorskip("pydantic", reason="pydantic is not installed")
-    from clowder_aimage.cli.console.fleet_access import ACCESS
+    from clowder_aimage.cli.console.fleet_access import ACCESS_OPTIONS
     from clowder_aimage.cli.verbs.gateway import gateway as gateway_verb
     from clowder_aimage.cli.verbs.serve import serve
     from clowder_aimage.engine.settings import Settings, gather
@@ -223,7 +223,7 @@ def test_the_worker_accepts_every_value() -> None:
 
     gateway, worker = sorted(pods(of_kind("Deployment")), key=called)
     options = gateway_verb.make_context("gateway", gateway.containers[0]["args"][1:]).params
-    known = {name: value for name, value in options.items() if name not in ACCESS}
+    known = {name: value for name, value in options.items() if name not in ACCESS_OPTIONS}
     config, _ = gather(GatewaySettings, known, None)
     assert gateway.spec["terminationGracePeriodSeconds"] >= config.grace + 10
     assert config.token_file is not None

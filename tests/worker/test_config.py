@@ -16,7 +16,7 @@ from tests.process import Aimage, Done
 
 pytest.importorskip("pydantic", reason="pydantic is not installed")
 
-from clowder_aimage.cli.console.fleet_access import ACCESS
+from clowder_aimage.cli.console.fleet_access import ACCESS_OPTIONS
 from clowder_aimage.cli.verbs.config import MASK, mask_secret
 from clowder_aimage.cli.verbs.registry import serve as serve_registry
 from clowder_aimage.cli.verbs.serve import NODE_OPTIONS, serve, spell
@@ -247,7 +247,7 @@ def test_schema_settings_and_options_have_the_same_names() -> None:
     options = {one.name for one in serve.params if isinstance(one, click.Option)}
     others = {"plain_http", "insecure", "ca_file", "store", "as_json", "quiet", "template"}
     others |= {"accepts_verbose"}
-    others |= {"is_node", "opens", *NODE_OPTIONS, *ACCESS}
+    others |= {"is_node", "opens", *NODE_OPTIONS, *ACCESS_OPTIONS}
     assert options - others == set(fields) - {"backends"}  # only in files and the environment
 
 
