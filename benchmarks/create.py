@@ -1,6 +1,7 @@
 """Measure ``aimage create`` against a lower bound: ``python -m benchmarks.create``.
 
-    python -m benchmarks.create [--gib 2] [--shards 8] [--runs 5] [--quantize] [--directory DIR]
+    python -m benchmarks.create [--gib 2] [--shards 8] [--runs 5] [--quantize [TYPE]]
+                                [--directory DIR]
     python -m benchmarks.create --all-in-one [--gib 2] [--runs 5] [--directory DIR]
 
 The benchmark creates a Z-Image directory whose transformer has ``--gib`` GiB of random BF16 in
@@ -10,7 +11,7 @@ floor     a script of twenty lines: read the shards in pieces of 4 MiB, hash the
           write them to new files and sync these
 create    ``aimage create`` into a new store, which is synced as well
 
-``--quantize`` adds two rows: ``aimage create --quantize int8``, and MLX's own quantization of the
+``--quantize`` adds two rows: ``aimage create --quantize int8``, or another TYPE, and MLX's own quantization of the
 same tensors, evaluated one after the other on the CPU, in three parts: reading, quantizing, and
 both. With ``--all-in-one`` the model is a single file for ComfyUI instead: a transformer of the
 widths of Z-Image-Turbo, with the stacked projections that ``create`` divides, a small text encoder
@@ -39,7 +40,7 @@ from typing import Any
 
 from clowder_aimage.family.image_family import Z_IMAGE, LayoutComponent
 from clowder_aimage.family.name_table import TensorChange
-from clowder_aimage.tensor import encode_header
+from clowder_aimage.tensor import Quantization, encode_header
 
 MIB = 1024 * 1024
 DIM, HIDDEN = 3840, 10240  # of Z-Image-Turbo
@@ -65,14 +66,19 @@ for number, source in enumerate(sources):
 MLX = """
 import sys, time
 import mlx.core as mx
+mode, bits, size, *paths = sys.argv[1:]
 reading = quantizing = 0.0
-for source in sys.argv[1:]:
+for source in paths:
     for array in mx.load(source).values():
         begun = time.perf_counter()
         mx.eval(array)
         read = time.perf_counter()
         if array.ndim == 2:
-            mx.eval(mx.quantize(array, group_size=64, bits=8, stream=mx.cpu))
+            mx.eval(
+                mx.quantize(
+                    array, group_size=int(size), bits=int(bits), mode=mode, stream=mx.cpu
+                )
+            )
         quantizing += time.perf_counter() - read
         reading += read - begun
         del array
@@ -82,9 +88,10 @@ print(reading, quantizing)
 
 @dataclass
 class Row:
-    """Runs of one program: seconds, and the peak resident memory in bytes."""
+    """Runs of one program: seconds, those of processors, and the peak resident memory in bytes."""
 
     seconds: list[float] = field(default_factory=list)
+    spent: list[float] = field(default_factory=list)
     memory: list[int] = field(default_factory=list)
 
 
@@ -169,13 +176,14 @@ def run(row: Row, command: list[str], place: Path) -> str:
     said = child.stdout.read()
     _, status, usage = os.wait4(child.pid, 0)
     row.seconds.append(time.perf_counter() - begun)
+    row.spent.append(usage.ru_utime + usage.ru_stime)
     child.returncode = os.waitstatus_to_exitcode(status)
     assert child.returncode == 0, f"{command[:4]} ended with {child.returncode}"
     row.memory.append(usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024))
     return said
 
 
-def measure(directory: Path, gib: float, shards: int, runs: int, *, quantize: bool) -> None:
+def measure(directory: Path, gib: float, shards: int, runs: int, quantize: str | None) -> None:
     """Print the table of one size; without shards, that of a file for ComfyUI."""
     model = directory / f"model-{gib}"
     shutil.rmtree(model, ignore_errors=True)
@@ -200,8 +208,12 @@ def measure(directory: Path, gib: float, shards: int, runs: int, *, quantize: bo
         run(row("floor"), [sys.executable, "-c", FLOOR, str(place), *paths], place)
         run(row("create"), [*aimage, "m", str(model)], place)
         if quantize:
-            run(row("create --quantize int8"), [*aimage, "m", str(model), "--quantize=int8"], place)
-            times = run(row("MLX, the whole process"), [sys.executable, "-c", MLX, *paths], place)
+            quantized = row(f"create --quantize {quantize}")
+            run(quantized, [*aimage, "m", str(model), f"--quantize={quantize}"], place)
+            kind = Quantization.parse(quantize).type
+            terms = [kind.mode, str(kind.bits), str(kind.group_size)]
+            mlx = [sys.executable, "-c", MLX, *terms, *paths]
+            times = run(row("MLX, the whole process"), mlx, place)
             reading, quantizing = map(float, times.split())
             row("MLX, quantize alone").seconds.append(quantizing)
             row("MLX, read and quantize").seconds.append(reading + quantizing)
@@ -213,15 +225,19 @@ def measure(directory: Path, gib: float, shards: int, runs: int, *, quantize: bo
 def show(rows: dict[str, Row], gib: float, shards: int) -> None:
     """Print the table; ratios are to the floor, and of quantizing to MLX's own."""
     files = f"{shards} shards" if shards else "one file for ComfyUI"
-    print(f"\n| {gib} GiB in {files} | s, median | least | ratio | peak MiB |")
-    print("|---|---|---|---|---|")
+    print(f"\n| {gib} GiB in {files} | s, median | least | ratio | CPU s | peak MiB |")
+    print("|---|---|---|---|---|---|")
     own = rows.get("MLX, quantize alone")
     for name, found in rows.items():
-        base = own if own and ("int8" in name or "MLX" in name) else rows["floor"]
+        base = own if own and ("quantize" in name or "MLX" in name) else rows["floor"]
         median = statistics.median(found.seconds)
         ratio = median / statistics.median(base.seconds)
         memory = f"{max(found.memory) / MIB:.0f}" if found.memory else ""
-        print(f"| {name} | {median:.2f} | {min(found.seconds):.2f} | {ratio:.2f} | {memory} |")
+        spent = f"{statistics.median(found.spent):.2f}" if found.spent else ""
+        print(
+            f"| {name} | {median:.2f} | {min(found.seconds):.2f} | {ratio:.2f} | {spent} "
+            f"| {memory} |"
+        )
 
 
 def main() -> None:
@@ -232,7 +248,7 @@ def main() -> None:
     parser.add_argument("--shards", type=int, default=8)
     parser.add_argument("--all-in-one", action="store_true", help="a single file for ComfyUI")
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--quantize", action="store_true")
+    parser.add_argument("--quantize", nargs="?", const="int8", metavar="TYPE")
     parser.add_argument("--directory", type=Path)
     options = parser.parse_args()
     if options.all_in_one and options.quantize:
@@ -244,7 +260,7 @@ def main() -> None:
             directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         directory.mkdir(parents=True, exist_ok=True)
         for gib in options.gib.split(","):
-            measure(directory, float(gib), shards, options.runs, quantize=options.quantize)
+            measure(directory, float(gib), shards, options.runs, options.quantize)
 
 
 if __name__ == "__main__":

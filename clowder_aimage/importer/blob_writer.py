@@ -69,8 +69,8 @@ def write_layers(
             written[planned.name] = writer.write(planned)
             on_written(written[planned.name])
 
-        # Quantized layers first, since MLX runs on one thread while the others write; then the
-        # largest first, so that the threads end together.
+        # Quantized layers first, since they take the longest; then the largest first, so that the
+        # threads end together.
         order = sorted(plan.layers, key=lambda layer: (not layer.is_quantizing, -layer.size))
         run_parallel([partial(write, planned) for planned in order], threads, writer.stopped.set)
     return [written[planned.name] for planned in plan.layers]
@@ -95,7 +95,7 @@ class _Writer:
         if any(layer.is_quantizing for layer in plan.layers):
             from clowder_aimage.importer.quantizer import Quantizer
 
-            self._quantizer = stack.enter_context(Quantizer())
+            self._quantizer = stack.enter_context(Quantizer(self._threads))
         self._sizes: frozenset[int] = frozenset()
         if isinstance(store, ImageLayout) and any(layer.size > self._size for layer in plan.layers):
             # Partial blobs of killed processes would take the space of the new ones.

@@ -1,21 +1,24 @@
-"""Quantization of groups of weights by MLX, on the CPU and on one thread.
+"""Quantization of groups of weights as MLX does it, on the CPU.
 
 The CPU produces the same codes on every machine (a GPU rounds ties the other way). MLX's lazy
-arrays cannot be passed between threads. Groups are independent, so a matrix is quantized in blocks
-of groups and is never completely in memory.
+arrays cannot be passed between threads, so each thread has its own. Groups are independent, so a
+matrix is quantized in blocks of groups and is never completely in memory.
 """
 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from clowder_aimage.errors import ModelError
+from clowder_aimage.importer.e2m1_quantizer import E2M1_MODES, quantize_e2m1
 from clowder_aimage.tensor import Quantization, blas
 
 # This must precede the import of MLX: the process may run models later.
@@ -31,10 +34,11 @@ _WORDS_OF = {2: mx.uint16, 4: mx.uint32, 1: mx.uint8}
 
 
 class Quantizer:
-    """The single thread that runs MLX, shared by the threads that write blobs."""
+    """The threads that quantize, shared by ``writers`` threads that write blobs: one a core."""
 
-    def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="aimage-mlx")
+    def __init__(self, writers: int = 1) -> None:
+        threads = max(1, min(writers, os.cpu_count() or 1))
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="aimage-mlx")
         self._limit = mx.set_cache_limit(_CACHE)
 
     def quantize(self, rows: Any, dtype: str, quantization: Quantization) -> tuple[bytes, ...]:
@@ -45,21 +49,28 @@ class Quantizer:
             dtype: The dtype of the values and of affine scales, as in safetensors.
             quantization: The type and the group size.
         """
-        return self._thread.submit(_quantize, rows, dtype, quantization).result()
+        return self._threads.submit(_quantize, rows, dtype, quantization).result()
 
     def __enter__(self) -> Quantizer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._threads.shutdown(wait=True, cancel_futures=True)
         mx.set_cache_limit(self._limit)
         mx.clear_cache()
 
 
 def _quantize(rows: Any, dtype: str, quantization: Quantization) -> tuple[bytes, ...]:
+    by_mlx = partial(_quantize_by_mlx, dtype=dtype, quantization=quantization)
+    if quantization.type.mode in E2M1_MODES:
+        return quantize_e2m1(rows, dtype, quantization, by_mlx)
+    return by_mlx(rows)
+
+
+def _quantize_by_mlx(rows: Any, dtype: str, quantization: Quantization) -> tuple[bytes, ...]:
     if remainder := rows.size % _MULTIPLE:
         padded = np.append(rows, np.zeros(_MULTIPLE - remainder, rows.dtype)).reshape(1, -1)
-        outputs = _quantize(padded, dtype, quantization)
+        outputs = _quantize_by_mlx(padded, dtype, quantization)
         return tuple(output[: len(output) * rows.size // padded.size] for output in outputs)
     values = mx.array(rows)
     if dtype == "BF16":
