@@ -11,12 +11,12 @@ floor     a script of twenty lines: read the shards in pieces of 4 MiB, hash the
           write them to new files and sync these
 create    ``aimage create`` into a new store, which is synced as well
 
-``--quantize`` adds two rows: ``aimage create --quantize int8``, or another TYPE, and MLX's own quantization of the
-same tensors, evaluated one after the other on the CPU, in three parts: reading, quantizing, and
-both. With ``--all-in-one`` the model is a single file for ComfyUI instead: a transformer of the
-widths of Z-Image-Turbo, with the stacked projections that ``create`` divides, a small text encoder
-and the VAE. Figures are medians; rounds are interleaved. Peak memory is that of the process, as the
-kernel reports it for children that have ended.
+``--quantize`` adds two rows: ``aimage create --quantize int8``, or another TYPE, and MLX's own
+quantization of the same tensors, evaluated one after the other on the CPU, in three parts: reading,
+quantizing, and both. With ``--all-in-one`` the model is a single file for ComfyUI instead: a
+transformer of the widths of Z-Image-Turbo, with the stacked projections that ``create`` divides, a
+small text encoder and the VAE. Figures are medians; rounds are interleaved.
+Peak memory is that of the process, as the kernel reports it for children that have ended.
 """
 
 from __future__ import annotations

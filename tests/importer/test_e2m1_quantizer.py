@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,7 @@ from clowder_aimage.importer.quantizer import Quantizer
 from clowder_aimage.model.backend import mx
 from clowder_aimage.tensor import Quantization
 
-DTYPES = {
+DTYPES: dict[str, tuple[Any, Any, int, int]] = {
     "F32": (mx.float32, np.uint32, 23, 255),
     "F16": (mx.float16, np.uint16, 10, 31),
     "BF16": (mx.bfloat16, np.uint16, 7, 255),
@@ -76,7 +77,7 @@ def draw_saturated(rng: np.random.Generator, dtype: str) -> Words:
     return words
 
 
-KINDS = {
+KINDS: dict[str, Callable[..., Words]] = {
     "any bits": draw_words,
     "all exponents": draw_groups,
     "zeros": draw_zeros,
