@@ -9,20 +9,19 @@ not served even if their bytes are in the layout.
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from clowder_aimage.content.graph import build_referrer_entry, walk
 from clowder_aimage.content.verified_reader import read_all
 from clowder_aimage.distribution.manifest_children import ManifestChildren
+from clowder_aimage.distribution.name_table import CatalogEntry, NameTable
 from clowder_aimage.errors import (
     AImageError,
     ContentError,
     FormatError,
     NotFoundError,
-    UsageError,
 )
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.repository_record import RepositoryRecords
@@ -36,7 +35,6 @@ from clowder_aimage.oci import (
     parse_document,
 )
 
-_Version = tuple[tuple[int, int, int] | None, ...]
 # Manifests in the cache of summaries
 MAX_SUMMARIES = 20_000
 # Bytes of an index whose summary is cached: summaries hold the whole index
@@ -47,18 +45,6 @@ MAX_ANNOTATION = (
 )
 # Characters of all annotations of an entry
 MAX_ANNOTATIONS = 64 * 1024
-# Nanoseconds: longer than a tick of the clock of any usual file system
-_FRESH = 100_000_000
-
-
-@dataclass(frozen=True, slots=True)
-class CatalogEntry:
-    """A name in the layout; ``tag`` is None if it is a digest."""
-
-    name: str
-    repository: str
-    tag: str | None
-    descriptor: Descriptor
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,16 +72,8 @@ def _build_summary(document: Manifest | Index, digest: Digest) -> ManifestSummar
     return ManifestSummary(entry, document.subject.digest, index)
 
 
-def _read_version(index: Path) -> tuple[int, int, int] | None:
-    try:
-        status = index.stat()
-    except OSError:
-        return None
-    return status.st_ino, status.st_mtime_ns, status.st_size
-
-
 class Catalog:
-    """Look-ups by repository; the index of the layout is read again after it was replaced.
+    """Look-ups by repository; what changed in the index of the layout is read again. Thread-safe.
 
     With a ``base``, only names below it are visible, and repositories are named without it.
     Summaries of manifests are cached by digest.
@@ -107,7 +85,8 @@ class Catalog:
         self.records = RepositoryRecords(layout.root)
         self._summaries: dict[Digest, ManifestSummary] = {}
         self._children = ManifestChildren(self.read)
-        self._cached_names: tuple[_Version, dict[str, list[CatalogEntry]]] | None = None
+        self._tables = [NameTable(reader, self._base) for reader in layout.build_entry_readers()]
+        self._tables_lock = threading.Lock()
 
     def list_repositories(self) -> list[str]:
         """Return all repositories that have or had a manifest."""
@@ -116,7 +95,10 @@ class Catalog:
             for name in self.records.list_repositories()
             if name.startswith(self._base)
         }
-        return list(recorded.union(self._load_names()))
+        with self._tables_lock:
+            for table in self._refresh():
+                recorded.update(table.list_repositories())
+        return list(recorded)
 
     def is_known(self, repository: str) -> bool:
         """Return True if the repository has or had a manifest."""
@@ -138,34 +120,29 @@ class Catalog:
 
     def list_entries(self, repository: str) -> list[CatalogEntry]:
         """Return the names of ``repository``."""
-        return self._load_names().get(repository, [])
+        return self._gather(lambda table: table.list_entries(repository))
 
-    def _load_names(self) -> dict[str, list[CatalogEntry]]:
-        # Taken before reading: later changes are read again
-        version = tuple(_read_version(root / "index.json") for root in self._layout.roots)
-        if self._cached_names is None or self._cached_names[0] != version:
-            names: dict[str, list[CatalogEntry]] = {}
-            for entry in self._read_names():
-                names.setdefault(entry.repository, []).append(entry)
-            if any(
-                root_version is None or abs(time.time_ns() - root_version[1]) < _FRESH
-                for root_version in version
-            ):
-                # It may be replaced again within one tick of the file system's clock, unnoticed
-                return names
-            self._cached_names = version, names
-        return self._cached_names[1]
+    def find_entries(self, reference: Reference) -> list[CatalogEntry]:
+        """Return the names with the tag of a reference of the API, or with its digest."""
+        return self._gather(lambda table: table.find(reference))
 
-    def _read_names(self) -> Iterator[CatalogEntry]:
-        for name, descriptor in self._layout.list_tags():
-            try:
-                reference = Reference.parse(name)
-            except UsageError:
-                # A foreign name, which no API path can contain
-                continue
-            if reference.name.startswith(self._base):
-                repository = reference.name.removeprefix(self._base)
-                yield CatalogEntry(name, repository, reference.tag, descriptor)
+    def _gather(self, search: Callable[[NameTable], list[CatalogEntry]]) -> list[CatalogEntry]:
+        entries = list[CatalogEntry]()
+        with self._tables_lock:
+            tables = self._refresh()
+            for position, table in enumerate(tables):
+                # A name belongs to the first store that has it
+                entries += [
+                    entry
+                    for entry in search(table)
+                    if not any(earlier.has(entry) for earlier in tables[:position])
+                ]
+        return entries
+
+    def _refresh(self) -> list[NameTable]:
+        for table in self._tables:
+            table.refresh()
+        return self._tables
 
     def qualify(self, reference: Reference) -> Reference:
         """Return the reference in the layout: with the base."""
@@ -174,22 +151,25 @@ class Catalog:
 
     def find(self, reference: Reference) -> Descriptor | None:
         """Return the manifest that a reference of the API names, or None."""
-        entries = self.list_entries(reference.repository)
+        if entries := self.find_entries(reference):
+            return entries[0].descriptor
         if reference.digest is None:
-            return next((e.descriptor for e in entries if e.tag == reference.tag), None)
-        named = {entry.descriptor.digest: entry.descriptor for entry in entries}
-        return self.reach(named, reference.digest) or self.reach(
-            self.list_manifests(reference.repository), reference.digest
-        )
+            return None
+        repository = reference.repository
+        indexes = self._gather(lambda table: table.list_indexes(repository))
+        return self._reach(
+            (entry.descriptor for entry in indexes), reference.digest
+        ) or self._reach(self.list_untagged(repository), reference.digest)
 
     def reach(self, roots: Mapping[Digest, Descriptor], digest: Digest) -> Descriptor | None:
         """Return the manifest that is one of ``roots``, or that an index among them lists.
 
         Indexes below one that is nested too deep (content/graph.py) are not searched.
         """
-        if digest in roots:
-            return roots[digest]
-        contents = (content for root in roots.values() for content in self._walk(root))
+        return roots.get(digest) or self._reach(roots.values(), digest)
+
+    def _reach(self, roots: Iterable[Descriptor], digest: Digest) -> Descriptor | None:
+        contents = (content for root in roots for content in self._walk(root))
         return next((content for content in contents if content.digest == digest), None)
 
     def _index(self, content: Descriptor) -> Index | None:

@@ -11,7 +11,7 @@ from clowder_aimage.content.store import build_bytes_body
 from clowder_aimage.distribution.blob_response import build_content_headers
 from clowder_aimage.distribution.blob_routes import is_current
 from clowder_aimage.distribution.cache import PullThroughCache
-from clowder_aimage.distribution.catalog import Catalog, CatalogEntry
+from clowder_aimage.distribution.catalog import Catalog
 from clowder_aimage.distribution.error import DistributionError, build_manifest_error
 from clowder_aimage.distribution.repository_name import is_of_peer, parse_reference, read_reference
 from clowder_aimage.distribution.served_blobs import ServedBlobs
@@ -121,9 +121,8 @@ class ManifestRoutes:
 
     def _keep_untagged(self, name: Reference, replacement: Digest | None = None) -> None:
         """Record the manifest that loses a tag: clients that resolved it pull by digest."""
-        for entry in self._catalog.list_entries(name.repository):
-            is_moved = _matches(name, entry) and entry.descriptor.digest != replacement
-            if entry.tag is not None and is_moved:
+        for entry in self._catalog.find_entries(name):
+            if entry.tag is not None and entry.descriptor.digest != replacement:
                 self._catalog.records.add_untagged(name.repository, entry.descriptor)
 
     def _check_children(self, repository: str, document: Manifest | Index) -> None:
@@ -145,8 +144,8 @@ class ManifestRoutes:
     def _delete(self, reference: Reference) -> None:
         repository, records = reference.repository, self._catalog.records
         with self._names_lock:
-            entries = self._catalog.list_entries(repository)
-            removed = {e.name: e.descriptor.digest for e in entries if _matches(reference, e)}
+            entries = self._catalog.find_entries(reference)
+            removed = {entry.name: entry.descriptor.digest for entry in entries}
             self._check_names(set(removed))
             is_untagged = False
             if reference.digest is None:
@@ -183,12 +182,6 @@ def _build_invalid_error(
     message: str, *details: object, status: int | None = None
 ) -> DistributionError:
     return DistributionError("MANIFEST_INVALID", *details, message=message, status=status)
-
-
-def _matches(reference: Reference, entry: CatalogEntry) -> bool:
-    if reference.digest is None:
-        return entry.tag == reference.tag
-    return entry.descriptor.digest == reference.digest
 
 
 def _parse_tags(request: web.Request, reference: Reference) -> list[Reference]:

@@ -1,20 +1,21 @@
-"""index.json: read as a whole, merged and replaced under an interprocess lock.
+"""index.json: merged and replaced under an interprocess lock.
 
 Other tools do not lock, and may overwrite changes. Every name that aimage sets is first recorded
 in a separate file (``.aimage/names``). A name that is missing from the index is read from there,
-and restored by the next write. The fingerprint changes when a name or a blob is added or removed.
+and restored by the next write. While the index is the one that aimage wrote last (index_stamp.py),
+it has all recorded names, and single entries are found in its text (index_text.py). The fingerprint
+changes when a name or a blob is added or removed.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
-import json
 import os
 import stat
 import time
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Collection, Hashable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,14 @@ from clowder_aimage.content.atomic_file import sync_directory
 from clowder_aimage.content.store import LAYOUT_FILE
 from clowder_aimage.document.similarity import find_nearest
 from clowder_aimage.errors import FormatError, StoreError, UsageError
+from clowder_aimage.layout.index_stamp import (
+    IndexStamp,
+    build_stamp,
+    is_current,
+    remove_stamp,
+    write_stamp,
+)
+from clowder_aimage.layout.index_text import encode_index, find_lines, replace_lines
 from clowder_aimage.layout.lock import (
     PRIVATE,
     check_version,
@@ -42,10 +51,25 @@ _NAMES = (
     mediatype.REF_NAME,
 )
 _HINT = "another program wrote it; move it away to start with an empty index"
-_Stamp = tuple[int, int, int]
 # A file that changed within this time may change again with the same stamp: file systems have a
 # time resolution of up to two seconds, and a server's clock may differ.
 _SETTLED = 5 * 10**9  # nanoseconds
+
+
+# Names that are edited without parsing the other entries
+_MAX_SINGLE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class IndexFile:
+    """An index as it was read.
+
+    A missing one has no stamp; one that aimage wrote last has no value, since it is not parsed.
+    """
+
+    raw: bytes
+    stamp: IndexStamp | None
+    value: dict[str, Any] | None
 
 
 def read_index(root: Path) -> dict[str, Any]:
@@ -53,11 +77,30 @@ def read_index(root: Path) -> dict[str, Any]:
 
     Raises StoreError: it cannot be read, is not an index, or too large.
     """
-    return _restore_names(root, _read(root)[0])
+    return parse_index(root, read_index_file(root))
 
 
-def _read(root: Path) -> tuple[dict[str, Any], _Stamp | None]:
-    """Return the content of the file, and a stamp that changes when the file does."""
+def parse_index(root: Path, file: IndexFile) -> dict[str, Any]:
+    """Return the value of the file with the recorded names."""
+    if file.value is not None:
+        return _restore_names(root, file.value)[0]
+    return _parse(file.raw, root / "index.json")
+
+
+def find_entries(root: Path, texts: Collection[str]) -> list[Any]:
+    """Return the entries with one of these names or digests, and perhaps others, in order.
+
+    Raises as ``read_index`` does.
+    """
+    file = read_index_file(root)
+    if file.value is not None:
+        entries: list[Any] = parse_index(root, file)["manifests"]
+        return entries
+    return [line.entry for line in find_lines(file.raw, texts)]
+
+
+def read_index_file(root: Path) -> IndexFile:
+    """Return the file, with its value unless aimage wrote it last. Raises as ``read_index``."""
     path = root / "index.json"
     check_version(root)
     with translate_store_errors(root):
@@ -69,10 +112,11 @@ def _read(root: Path) -> tuple[dict[str, Any], _Stamp | None]:
         except FileNotFoundError:
             if root.exists() and not root.is_dir():
                 raise NotADirectoryError(20, "Not a directory", str(root)) from None
-    return {"schemaVersion": 2, "mediaType": mediatype.OCI_INDEX, "manifests": []}, None
+    value = {"schemaVersion": 2, "mediaType": mediatype.OCI_INDEX, "manifests": list[Any]()}
+    return IndexFile(b"", None, value)
 
 
-def _read_file(path: Path) -> tuple[dict[str, Any], _Stamp]:
+def _read_file(path: Path) -> IndexFile:
     with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
@@ -80,11 +124,11 @@ def _read_file(path: Path) -> tuple[dict[str, Any], _Stamp]:
         if status.st_size > MAX_INDEX_SIZE:
             size = f"{status.st_size} bytes, the limit is {MAX_INDEX_SIZE}"
             raise FormatError(f"{path} is too large: {size}", hint=_HINT)
-        return _parse(file.read(MAX_INDEX_SIZE + 1), path), _stamp(status)
-
-
-def _stamp(status: os.stat_result) -> _Stamp:
-    return status.st_ino, status.st_size, status.st_mtime_ns
+        stamp, raw = build_stamp(status), file.read(MAX_INDEX_SIZE + 1)
+        # Another tool may write in place since its status was read
+        if is_current(path.parent, stamp) and build_stamp(os.fstat(file.fileno())) == stamp:
+            return IndexFile(raw, stamp, None)
+        return IndexFile(raw, stamp, _parse(raw, path))
 
 
 def _parse(raw: bytes, path: Path) -> dict[str, Any]:
@@ -101,9 +145,12 @@ def _parse(raw: bytes, path: Path) -> dict[str, Any]:
     return value
 
 
-def _restore_names(root: Path, value: dict[str, Any]) -> dict[str, Any]:
-    """Restore recorded names that another tool has dropped, and return ``value``."""
-    records = MetadataFiles(root, "names")
+def _restore_names(root: Path, value: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+    """Restore recorded names that another tool has dropped, and return ``value``.
+
+    The second value is True if none is left that may be restored later.
+    """
+    records, is_complete = MetadataFiles(root, "names"), True
     ours = records.list_names()
     if ours:
         ours -= {build_file_name(get_name(entry)) for entry in value["manifests"]}
@@ -114,7 +161,9 @@ def _restore_names(root: Path, value: dict[str, Any]) -> dict[str, Any]:
         # An entry of a read-only store, or one whose manifest is still stored.
         if record.get("elsewhere") or _is_here(root, entry):
             value["manifests"].append(entry)
-    return value
+        else:
+            is_complete = False
+    return value, is_complete
 
 
 def _record_moves(root: Path, entries: list[Any]) -> None:
@@ -178,33 +227,97 @@ def is_named(entry: Any, name: str) -> bool:
     )
 
 
+def list_spellings(name: str) -> set[str]:
+    """Return all texts of a name: ``model`` is ``model:latest``."""
+    reference = _parse_name(name)
+    if reference is None:
+        return {name}
+    is_short = reference.tag == DEFAULT_TAG and reference.digest is None
+    return {name, str(reference)} | ({reference.name} if is_short else set())
+
+
 @contextlib.contextmanager
-def edit_index(root: Path) -> Iterator[dict[str, Any]]:
+def edit_index(root: Path, names: Collection[str] | None = None) -> Iterator[dict[str, Any]]:
     """Yield the index for changes in place, and write it when the block ends.
 
-    Unknown fields and entries are kept. Concurrent changes by other tools are merged.
+    With ``names`` it may have only the entries of these names. Entries are replaced, and not
+    changed. Unknown fields and entries are kept. Concurrent changes by other tools are merged.
     """
     with hold_lock(root, "lock"):
         if not (root / "oci-layout").exists():
             _replace(root, "oci-layout", LAYOUT_FILE)
             with translate_store_errors(root):
                 sync_directory(root.parent)
-        value, stamp = _read(root)
-        before = copy.deepcopy(value)
+        file = read_index_file(root)
+        with translate_store_errors(root):
+            remove_stamp(root)
+        is_single = file.value is None and names is not None and len(names) <= _MAX_SINGLE
+        edit = _edit_lines(file, names or ()) if is_single else _edit_value(root, file)
+        with edit as edited:
+            yield edited.value
+        written = _write(root, file, edited)
+        if written is not None and edited.is_complete:
+            write_stamp(root, written)
+
+
+@dataclass(slots=True)
+class _Edited:
+    """A yielded index: ``data`` is its text at the end, or the one that was read if it is the same.
+
+    ``base`` is the index that was read, unless it was not parsed. ``is_complete`` is True if no
+    recorded name is missing.
+    """
+
+    value: dict[str, Any]
+    base: dict[str, Any] | None
+    data: bytes = b""
+    is_complete: bool = True
+
+
+@contextlib.contextmanager
+def _edit_lines(file: IndexFile, names: Collection[str]) -> Iterator[_Edited]:
+    lines = [
+        line
+        for line in find_lines(file.raw, {text for name in names for text in list_spellings(name)})
+        if any(is_named(line.entry, name) for name in names)
+    ]
+    edited = _Edited({"manifests": [line.entry for line in lines]}, None)
+    yield edited
+    edited.data = replace_lines(file.raw, lines, edited.value["manifests"])
+
+
+@contextlib.contextmanager
+def _edit_value(root: Path, file: IndexFile) -> Iterator[_Edited]:
+    value = file.value or _parse(file.raw, root / "index.json")
+    base, is_complete = _copy(value), True
+    if file.value is not None:
         _record_moves(root, value["manifests"])
-        value = _restore_names(root, value)
-        yield value
-        while value != before or stamp is None:
-            current, current_stamp = _read(root)
-            if current_stamp == stamp:
-                data = json.dumps(value, indent=1).encode() + b"\n"
-                # Checked as late as possible: another tool's write would be lost.
-                if _stamp_of(root) == stamp:
-                    _replace(root, "index.json", data)
-                    return
-            else:
-                _merge(value["manifests"], before["manifests"], current["manifests"])
-                before, stamp = current, current_stamp
+        value, is_complete = _restore_names(root, value)
+    edited = _Edited(value, base, file.raw, is_complete)
+    yield edited
+    if value != base or file.stamp is None:
+        edited.data = encode_index(value)
+
+
+def _copy(value: dict[str, Any]) -> dict[str, Any]:
+    return value | {"manifests": list(value["manifests"])}
+
+
+def _write(root: Path, file: IndexFile, edited: _Edited) -> IndexStamp | None:
+    """Write the index, merged with changes by other tools; return its stamp if it is ours."""
+    stamp, data = file.stamp, edited.data
+    if stamp is not None and data == file.raw:
+        return stamp if file.value is None else None
+    path, value, base = root / "index.json", None, edited.base
+    # Checked as late as possible: another tool's write would be lost.
+    while read_index_stamp(root) != stamp:
+        current = read_index_file(root)
+        value = value or _parse(data, path)
+        base = base or _parse(file.raw, path)
+        theirs = current.value or _parse(current.raw, path)
+        _merge(value["manifests"], base["manifests"], theirs["manifests"])
+        base, stamp, data = theirs, current.stamp, encode_index(value)
+    return _replace(root, "index.json", data)
 
 
 def _merge(ours: list[Any], base: list[Any], theirs: list[Any]) -> None:
@@ -221,16 +334,27 @@ def _merge(ours: list[Any], base: list[Any], theirs: list[Any]) -> None:
             ours[indexes[0]] = entry
 
 
-def _stamp_of(root: Path) -> _Stamp | None:
+def read_index_stamp(root: Path) -> IndexStamp | None:
+    """Return the stamp of the index, None without one. Raises StoreError."""
     with translate_store_errors(root), contextlib.suppress(FileNotFoundError):
-        return _stamp(os.stat(root / "index.json"))
+        return build_stamp(os.stat(root / "index.json"))
     return None
 
 
-def _replace(root: Path, name: str, data: bytes) -> None:
+def _replace(root: Path, name: str, data: bytes) -> IndexStamp | None:
+    """Replace a file, and return its stamp unless another program has replaced it since."""
+    path, timestamp = root / name, time.time_ns()
+    if len(data) > MAX_INDEX_SIZE:
+        raise StoreError(
+            f"{path} would have {len(data)} bytes, the limit is {MAX_INDEX_SIZE}",
+            hint="remove names that are no longer needed",
+        )
     with translate_store_errors(root):
         private = make_directory(root, PRIVATE)
-        write_shared(root / name, data, directory=private)
+        write_shared(path, data, directory=private, time_ns=timestamp)
+        status = os.stat(path)
+    is_ours = status.st_mtime_ns == timestamp and status.st_size == len(data)
+    return build_stamp(status) if is_ours else None
 
 
 def compute_fingerprint(roots: Iterable[Path]) -> Hashable:

@@ -7,6 +7,7 @@ from itertools import chain
 from pathlib import Path
 
 from clowder_aimage.errors import NotFoundError
+from clowder_aimage.layout.entry_reader import EntryReader
 from clowder_aimage.layout.index import is_same_name
 from clowder_aimage.layout.ingest import build_blob_path, is_file
 from clowder_aimage.layout.layout import ImageLayout, index_name
@@ -43,6 +44,15 @@ class LayeredStore(ImageLayout):
             if not name or name not in names:
                 yield name, descriptor
             names.add(name)
+
+    def iter_candidates(self, reference: Reference) -> Iterator[tuple[str, Descriptor]]:
+        yield from super().iter_candidates(reference)
+        for layout in self._read_only:
+            yield from layout.iter_candidates(reference)
+
+    def build_entry_readers(self) -> list[EntryReader]:
+        others = (layout.build_entry_readers() for layout in self._read_only)
+        return [*super().build_entry_readers(), *chain.from_iterable(others)]
 
     def locate(self, content: Descriptor) -> str:
         local_path = super().locate(content)

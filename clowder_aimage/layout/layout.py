@@ -34,13 +34,16 @@ from clowder_aimage.errors import (
     StoreError,
     VerificationError,
 )
+from clowder_aimage.layout.entry_reader import EntryReader
 from clowder_aimage.layout.group_commit import GroupCommit
 from clowder_aimage.layout.index import (
     compute_fingerprint,
     edit_index,
+    find_entries,
     get_name,
     is_named,
     is_same_name,
+    list_spellings,
     read_index,
 )
 from clowder_aimage.layout.ingest import (
@@ -125,7 +128,7 @@ class ImageLayout(ContentStore):
     def resolve(self, reference: Reference, /) -> Descriptor:
         """Return the manifest with that name or, for a digest, any entry. Raises NotFoundError."""
         text = str(reference)
-        for name, descriptor in self.iter_entries():
+        for name, descriptor in self.iter_candidates(reference):
             if reference.digest is not None:
                 if descriptor.digest == reference.digest:
                     return descriptor
@@ -195,11 +198,14 @@ class ImageLayout(ContentStore):
     def iter_entries(self) -> Iterator[tuple[str, Descriptor]]:
         """Yield all entries of index.json; the name is empty for an entry without one."""
         self._check_exists()
-        for entry in read_index(self.root)["manifests"]:
-            # Malformed entries of other tools are reported by unreadable().
-            with contextlib.suppress(FormatError):
-                descriptor = Descriptor.from_json(entry, "index.json")
-                yield get_name(entry), descriptor
+        yield from _iter_parsed(read_index(self.root)["manifests"])
+
+    def iter_candidates(self, reference: Reference) -> Iterator[tuple[str, Descriptor]]:
+        """Yield the entries that ``reference`` may mean, and perhaps others, in order."""
+        self._check_exists()
+        digest = reference.digest
+        texts = list_spellings(str(reference)) if digest is None else {str(digest)}
+        yield from _iter_parsed(find_entries(self.root, texts))
 
     def iter_malformed(self) -> Iterator[tuple[int, str]]:
         """Yield the positions of malformed entries of index.json, with their errors."""
@@ -208,6 +214,10 @@ class ImageLayout(ContentStore):
                 Descriptor.from_json(entry, "index.json")
             except FormatError as error:
                 yield position, error.message
+
+    def build_entry_readers(self) -> list[EntryReader]:
+        """Return a reader of the entries of each store, for processes that read them often."""
+        return [EntryReader(self.root, self._check_exists)]
 
     def lease(self, *digests: Digest) -> FileLease:
         """Protect content from collection until the lease is closed, or this process ends.
@@ -419,7 +429,7 @@ class ImageLayout(ContentStore):
             entry["annotations"][mediatype.PARTIAL] = "true"
         before, moved = self._names.get(name), list[Any]()
         try:
-            with edit_index(self.root) as index:
+            with edit_index(self.root, [name]) as index:
                 moved = [old for old in index["manifests"] if is_named(old, name)]
                 entry = _replace(index["manifests"], entry, name)
                 is_elsewhere = self.locate(content) != build_blob_path(self.root, content)
@@ -465,10 +475,11 @@ class ImageLayout(ContentStore):
     def find_names(self, reference: Reference) -> dict[str, Digest]:
         """Return the names in the writable store, as in index.json, that ``reference`` means."""
         index_entry_name, digest = index_name(reference), reference.digest
+        named = Reference.parse(index_entry_name)
         return {
             name: descriptor.digest
-            for name, descriptor in ImageLayout.iter_entries(self)
-            if name == index_entry_name or is_same_name(name, Reference.parse(index_entry_name))
+            for name, descriptor in ImageLayout.iter_candidates(self, named)
+            if name == index_entry_name or is_same_name(name, named)
             if digest in (None, descriptor.digest)
         }
 
@@ -481,7 +492,7 @@ class ImageLayout(ContentStore):
             return set()
         removed: dict[str, dict[str, Any]] = {}
         try:
-            with edit_index(self.root) as index:
+            with edit_index(self.root, names) as index:
                 removed_entries = [
                     entry for entry in index["manifests"] if _is_entry_of(entry, names)
                 ]
@@ -502,6 +513,14 @@ class ImageLayout(ContentStore):
             raise
         self._record_unnamed(removed_entries)
         return {get_name(entry) for entry in removed_entries}
+
+
+def _iter_parsed(entries: Iterable[Any]) -> Iterator[tuple[str, Descriptor]]:
+    for entry in entries:
+        # Malformed entries of other tools are reported by unreadable().
+        with contextlib.suppress(FormatError):
+            descriptor = Descriptor.from_json(entry, "index.json")
+            yield get_name(entry), descriptor
 
 
 def _is_entry_of(entry: Any, names: Mapping[str, Digest]) -> bool:

@@ -109,12 +109,23 @@ def build_file_name(key: str) -> str:
 
 
 def write_shared(
-    path: str | Path, data: bytes, *, durable: bool = True, directory: Path | None = None
+    path: str | Path,
+    data: bytes,
+    *,
+    durable: bool = True,
+    directory: Path | None = None,
+    time_ns: int | None = None,
 ) -> None:
-    """Replace a file of the store, shared with the directory's group. Raises OSError."""
+    """Replace a file of the store, shared with the directory's group. Raises OSError.
+
+    ``time_ns`` becomes its time of change, if the file system accepts that.
+    """
     final = Path(path)
     prepare = functools.partial(share, directory=final.parent, mode=0o664)
     with open_atomic(
         final, mode=0o644, durable=durable, directory=directory, prepare=prepare
     ) as to:
         write_all(to.fileno(), data)
+        if time_ns is not None:
+            with contextlib.suppress(OSError):
+                os.utime(to.fileno(), ns=(time_ns, time_ns))

@@ -30,10 +30,10 @@ def files(root: Path) -> set[Any]:
 
 
 def left_over(root: Path) -> set[str]:
-    """Return our private files, except locks and records of names and manifests."""
+    """Return our private files, except locks, stamps and records of names and manifests."""
     known = {"names", "used", "listing"}
     files = [p for p in (root / ".aimage").rglob("*") if p.is_file()]
-    return {p.name for p in files if p.parent.name not in known} - {"lock", "gc.lock"}
+    return {p.name for p in files if p.parent.name not in known} - {"lock", "gc.lock", "index"}
 
 
 def index_of(store: ImageLayout) -> Any:

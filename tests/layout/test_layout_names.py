@@ -281,15 +281,15 @@ def test_index_that_changes_repeatedly_is_merged(
     """Every entry is kept, however often the file changes meanwhile."""
     made = put_artifact(store, "a:v1", b"one")
     theirs: list[Any] = []
-    stamp_of = index_module._stamp_of
+    stamp_of = index_module.read_index_stamp
 
-    def just_before(root: Path) -> tuple[int, int, int] | None:
+    def just_before(root: Path) -> tuple[int, ...] | None:
         if len(theirs) < 5:
             theirs.append(entry(made, f"theirs{len(theirs)}:v1"))
             overwrite(store, *theirs)
         return stamp_of(root)
 
-    monkeypatch.setattr(index_module, "_stamp_of", just_before)
+    monkeypatch.setattr(index_module, "read_index_stamp", just_before)
     store.tag(made.descriptor, ref("b:v1"))
     assert sorted(listed(store)) == ["a:v1", "b:v1", *(f"theirs{n}:v1" for n in range(5))]
 

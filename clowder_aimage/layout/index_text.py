@@ -1,0 +1,140 @@
+"""index.json as text: an entry a line, so that one is found or replaced without parsing others."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+from clowder_aimage.oci import read_json
+
+_SEPARATOR = b",\n"
+# Bytes that are compared together
+_CHUNK = 64 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class EntryLine:
+    """An entry, and where its text begins and ends."""
+
+    start: int
+    end: int
+    entry: Any
+
+
+def encode_index(value: dict[str, Any]) -> bytes:
+    """Return an index as JSON with an entry a line; the order of all fields is kept."""
+    fields = [f"{json.dumps(key)}: {_encode_field(key, item)}" for key, item in value.items()]
+    return ("{" + ", ".join(fields) + "}\n").encode()
+
+
+def _encode_field(key: str, item: Any) -> str:
+    if key != "manifests":
+        return json.dumps(item)
+    return "[\n" + ",\n".join(map(json.dumps, item)) + "\n]"
+
+
+def find_lines(raw: bytes, texts: Collection[str]) -> list[EntryLine]:
+    """Return the entries that have one of these texts as a string, in the order of the index.
+
+    ``raw`` is the result of ``encode_index`` or ``replace_lines``.
+    """
+    body_start, body_end = _find_body(raw)
+    lines: dict[int, EntryLine] = {}
+    for text in texts:
+        encoded, position = json.dumps(text).encode(), body_start
+        while (position := raw.find(encoded, position, body_end)) >= 0:
+            start = raw.rindex(b"\n", 0, position) + 1
+            end = raw.index(b"\n", position)
+            position = end
+            if raw[end - 1 : end] == b",":
+                end -= 1
+            lines[start] = EntryLine(start, end, read_json(raw[start:end], "index.json"))
+    return [lines[start] for start in sorted(lines)]
+
+
+def replace_lines(raw: bytes, lines: Collection[EntryLine], entries: list[Any]) -> bytes:
+    """Replace the entries of ``lines``, of ``find_lines``, by ``entries``, and return the text.
+
+    An entry stays at its place, or is replaced there; further ones are added at the end.
+    """
+    if len(entries) < len(lines):
+        ids = {id(entry) for entry in entries}
+        placed = [line.entry if id(line.entry) in ids else None for line in lines]
+        known = {id(line.entry) for line in lines}
+        added = [entry for entry in entries if id(entry) not in known]
+        texts = [b"" if entry is None else _encode(entry) for entry in placed]
+    else:
+        texts = [_encode(entry) for entry in entries[: len(lines)]]
+        added = entries[len(lines) :]
+    body_start, body_end = position, _ = _find_body(raw)
+    parts = []
+    for line, text in zip(lines, texts, strict=True):
+        parts += [raw[position : line.start].strip(_SEPARATOR), text]
+        position = line.end
+    parts.append(raw[position:body_end].strip(_SEPARATOR))
+    parts += map(_encode, added)
+    return raw[:body_start] + _SEPARATOR.join(filter(None, parts)) + raw[body_end:]
+
+
+def find_changes(old: bytes, new: bytes) -> tuple[list[Any], list[Any]]:
+    """Return the entries that only ``old`` has, and those that only ``new`` has.
+
+    Unchanged ones beside them may be in both. The cost grows with the changed part, but for a
+    comparison of bytes.
+    """
+    old_start, old_end = _find_body(old)
+    new_start, new_end = _find_body(new)
+    old_end, new_end = old_end + 1, new_end + 1
+    limit = min(old_end - old_start, new_end - new_start)
+    start = _count_equal(
+        limit,
+        lambda low, high: (
+            old[old_start + low : old_start + high] == new[new_start + low : new_start + high]
+        ),
+    )
+    start = old.rfind(b"\n", old_start, old_start + start) + 1 - old_start if start else 0
+    start = max(start, 0)
+    rest = _count_equal(
+        limit - start,
+        lambda low, high: (
+            old[old_end - high : old_end - low] == new[new_end - high : new_end - low]
+        ),
+    )
+    # The common end begins at the start of a line
+    line_end = old.find(b"\n", max(old_start + start, old_end - rest - 1), old_end)
+    rest = old_end - line_end - 1
+    return (
+        _parse_lines(old[old_start + start : old_end - rest]),
+        _parse_lines(new[new_start + start : new_end - rest]),
+    )
+
+
+def _parse_lines(text: bytes) -> list[Any]:
+    return [read_json(line.rstrip(b","), "index.json") for line in text.split(b"\n") if line]
+
+
+def _count_equal(limit: int, is_equal: Callable[[int, int], bool]) -> int:
+    """Return how many of ``limit`` bytes are equal, from the first one."""
+    low = 0
+    while low < limit and is_equal(low, min(low + _CHUNK, limit)):
+        low += _CHUNK
+    if low >= limit:
+        return limit
+    high = min(limit, low + _CHUNK)
+    while high - low > 1:
+        middle = (low + high) // 2
+        if is_equal(low, middle):
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def _encode(entry: Any) -> bytes:
+    return json.dumps(entry).encode()
+
+
+def _find_body(raw: bytes) -> tuple[int, int]:
+    return raw.index(b"\n") + 1, raw.rindex(b"\n]")
