@@ -44,6 +44,14 @@ class RunnableModel:
     pictures: PictureInputs | None = None
     controls: ControlSource | None = None
 
+    def open_variant(self, stored: StoredAImage) -> RunnableModel:
+        """Return the model of another AImage with the same networks: its adapters are used.
+
+        Raises FormatError: the adapters that it uses are not in it.
+        """
+        adapters = self.adapters.open_variant(stored) if self.adapters else None
+        return replace(self, stored=stored, adapters=adapters)
+
     @property
     def backend(self) -> str:
         """Return the device, with the version of PyTorch or the BLAS of MLX on a CPU."""

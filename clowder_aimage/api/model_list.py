@@ -26,7 +26,7 @@ from clowder_aimage.layout.gc import Collector
 from clowder_aimage.layout.index import is_same_name
 from clowder_aimage.layout.layout import index_name
 from clowder_aimage.model.runnable import read_model
-from clowder_aimage.oci import Descriptor, Digest, Reference
+from clowder_aimage.oci import Descriptor, Reference
 
 _log = logging.getLogger("aimage.worker")
 _T = TypeVar("_T")
@@ -133,17 +133,9 @@ async def delete(service: Service, reference: Reference) -> None:
         raise ApiError(409, message, code="read_only") from error
     remaining = await run_io(lambda: {tagged.digest for _, tagged in store.list_tags()})
     if descriptor.digest not in remaining:
-        await unload(service, descriptor.digest)
+        await service.engine.forget(descriptor.digest)
     service.on_removed()
     await run_locking(_collect, store)
-
-
-async def unload(service: Service, digest: Digest) -> None:
-    """Unload a model: at once if it is unused, else after its last request."""
-    for model in service.engine.list_loaded():
-        if model.digest == digest:
-            model.keep_alive = 0.0
-    await service.engine.expire()
 
 
 def _collect(store: ImageLayout) -> None:

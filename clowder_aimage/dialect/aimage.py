@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -16,6 +17,14 @@ from clowder_aimage.oci.descriptor import MAX_SIZE
 _SHORT = 64
 # Segments of a name: extracting it makes as many directories.
 _MAX_SEGMENTS = 32
+# The component of adapters that are packed with a model, and what may differ beside them.
+_ADAPTERS = "adapters"
+_OF_VARIANT = frozenset(
+    (
+        *("adapters", "loras", "defaults", "triggerWords", "size", "variant"),
+        *("name", "description", "license", "permissions", "created", "annotations"),
+    )
+)
 _T = TypeVar("_T")
 _FILE_TYPES = (mediatype.AIMAGE_FILE, mediatype.AIMAGE_TRANSFORMERS)
 
@@ -105,6 +114,26 @@ class AImage:
     def properties(self) -> Mapping[str, Any]:
         """The config, parsed once; do not change it. Raises FormatError."""
         return self._derive_once("properties", self._read)
+
+    @property
+    def base_digest(self) -> Digest:
+        """The digest of the model without the adapters that are packed with it.
+
+        AImages of one digest have the same networks: they differ in adapters, defaults of requests
+        and texts for readers. Raises FormatError.
+        """
+        return self._derive_once("base", self._compute_base_digest)
+
+    def _compute_base_digest(self) -> Digest:
+        layers = sorted(
+            (layer.name, layer.descriptor.media_type, str(layer.descriptor.digest))
+            for layer in self.layers
+            if layer.component != _ADAPTERS and (layer.component or layer.name.endswith(".json"))
+        )
+        properties = {
+            name: value for name, value in self.properties.items() if name not in _OF_VARIANT
+        }
+        return Digest.of(json.dumps([layers, properties], sort_keys=True).encode())
 
     def validate(self) -> None:
         """Check the config, once if it is valid. Raises FormatError."""

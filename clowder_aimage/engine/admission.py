@@ -70,16 +70,18 @@ class EngineLimits:
     context: int | None = None
     enhancer: str | None = None
 
+    def get_backend(self, reference: str) -> str:
+        """Return the library of an image model. Backends are configured by name, without digest."""
+        return self.backends.get(reference.partition("@")[0], self.backend)
+
     def load_options(self, reference: str) -> dict[str, Any]:
         """Return the options of a process to load the model ``reference``.
 
         The entry ``library`` has the options of the library that computes pictures.
         """
         options = {name: getattr(self, name) for name in _LOAD_OPTIONS}
-        # Backends are configured by name, and the digest may have been resolved
-        name = reference.partition("@")[0]
         library = {
-            "backend": self.backends.get(name, self.backend),
+            "backend": self.get_backend(reference),
             "dtype": self.dtype,
             "tuning": {field: getattr(self, field) for field in _TUNING},
         }

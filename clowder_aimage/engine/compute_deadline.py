@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 from clowder_aimage.engine.admission import FOR_EVER, ComputeDeadlineError
 from clowder_aimage.generation.request import GenerateRequest
-from clowder_aimage.oci import Digest
 
 # Seconds of a picture at least, and of one whose time cannot be estimated yet
 _LEAST, _UNMEASURED = 600.0, 3600.0
@@ -47,9 +46,9 @@ class PictureTimes:
 
     def __init__(self) -> None:
         # Seconds per step and pixel; the last model was used last
-        self._rates: OrderedDict[Digest, float] = OrderedDict()
+        self._rates: OrderedDict[Hashable, float] = OrderedDict()
 
-    def observe(self, model: Digest, request: GenerateRequest, seconds: float) -> None:
+    def observe(self, model: Hashable, request: GenerateRequest, seconds: float) -> None:
         """Count the pictures of a request; later ones weigh more."""
         rate = seconds / _compute_work(request)
         self._rates[model] = 0.7 * self._rates.get(model, rate) + 0.3 * rate
@@ -57,7 +56,7 @@ class PictureTimes:
         if len(self._rates) > _MODELS:
             self._rates.popitem(last=False)
 
-    def estimate(self, model: Digest, request: GenerateRequest) -> float:
+    def estimate(self, model: Hashable, request: GenerateRequest) -> float:
         """Return the estimated seconds of a request, 0 if the model has made no picture yet."""
         return self._rates.get(model, 0.0) * _compute_work(request)
 

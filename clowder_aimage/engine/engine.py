@@ -381,9 +381,9 @@ class Engine:
         async with self._trials.hold(request.caller):
             request.is_trial = True
             try:
-                model = await self._wait_for_turn(request, stored, emit)
+                await self._wait_for_turn(request, stored, emit)
                 assert request.runner is not None  # noqa: S101 - set when the turn has come
-                name = model.pin_name(request.reference)
+                name = request.pinned_name
                 with self._trials.charge(request.caller):
                     await request.runner.try_schema(name, parameters)
             finally:
@@ -453,7 +453,7 @@ class Engine:
         self, model: ModelSlot, request: QueuedRequest, parameters: ModelRequest, emit: Emit
     ) -> None:
         assert request.runner is not None  # noqa: S101 - set when the turn has come
-        _log.info("generating", extra={"model": str(model.reference)})
+        _log.info("generating", extra={"model": str(request.reference)})
         outcome, started = "cancelled", self._clock()
         deadline = ComputeDeadline(request.interrupt, request.computed)
         if isinstance(parameters, GenerateRequest):
@@ -461,13 +461,16 @@ class Engine:
         else:
             deadline.set(self.limits.text_deadline, "text", "request fewer tokens")
             observed = self._observe_text(model, request, emit)
-        name = model.pin_name(request.reference)
+        assert request.stored is not None  # noqa: S101 - set when it entered the queue
+        manifest, name = request.stored.descriptor, request.pinned_name
         try:
-            with start_span("generate", model=str(model.reference)):
-                await request.runner.generate(name, parameters, request.encoding, observed)
+            with start_span("generate", model=str(request.reference)):
+                await request.runner.generate(
+                    name, manifest, parameters, request.encoding, observed
+                )
             outcome = "done"
             if isinstance(parameters, GenerateRequest):
-                self._times.observe(model.digest, parameters, self._clock() - started)
+                self._times.observe(model.key, parameters, self._clock() - started)
         except AImageError as error:
             outcome = "refused" if isinstance(error, UsageError) else "failed"
             if isinstance(error, NoMemoryError) and isinstance(parameters, GenerateRequest):
@@ -479,7 +482,7 @@ class Engine:
             request.computed += self._clock() - started
             if outcome == "cancelled" and request.is_interrupted:
                 outcome = "failed"
-            self._observe(model, outcome, self._clock() - started)
+            self._observe(request, outcome, self._clock() - started)
 
     def _observe_steps(
         self,
@@ -491,7 +494,8 @@ class Engine:
     ) -> Emit:
         """Return a function that counts the events of pictures and passes them on."""
         started = previous = self._clock()
-        measured = self._times.estimate(model.digest, parameters)
+        measured = self._times.estimate(model.key, parameters)
+        digest = str(request.stored.descriptor.digest) if request.stored is not None else ""
 
         def limit(estimate: float) -> None:
             seconds = compute_picture_limit(self.limits.picture_deadline, estimate)
@@ -511,7 +515,7 @@ class Engine:
             elif isinstance(event, ImageEvent):
                 record("decode", timestamp - previous)
                 request.has_output = True
-                event = replace(event, digest=str(model.digest))
+                event = replace(event, digest=digest)
             previous = timestamp
             emit(event)
 
@@ -539,33 +543,62 @@ class Engine:
 
         return on_event
 
-    def _observe(self, model: ModelSlot, outcome: str, seconds: float) -> None:
+    def _observe(self, request: QueuedRequest, outcome: str, seconds: float) -> None:
         if outcome == "done":
             self._pace.observe(seconds)
         if outcome == "cancelled":
             self.metrics.cancelled.inc()
-        label = self.metrics.model(model.reference.repository)
+        label = self.metrics.model(request.reference.repository)
         self.metrics.generations.labels(label, outcome).observe(seconds)
         facts = {"outcome": outcome, "seconds": round(seconds, 3)}
-        self._events.record("generate", model=str(model.reference), **facts)
+        self._events.record("generate", model=str(request.reference), **facts)
 
     # -- ending
 
     async def stop(self, reference: Reference) -> bool:
-        """Unload the models of ``reference`` at once; return False if none was in memory."""
+        """End the requests for ``reference``, and unload its model unless others use it.
+
+        Returns False if it was not in memory.
+        """
         digest = None
         with contextlib.suppress(NotFoundError):
             digest = (await run_generation(self.store.resolve, reference)).digest
-        matches = [
-            model
+        matches = {
+            model: variants
             for model in self._scheduler.models
-            if model.digest == digest or model.reference == reference
-        ]
+            if (variants := model.find_variants(reference, digest))
+        }
+        unused = set(matches)
         for request in self._requests:
-            if request.model in matches:
+            variants = matches.get(request.model, frozenset()) if request.model else frozenset()
+            if request.model in matches and request.is_for(variants):
                 request.interrupt(StoppedError(f"{reference} was stopped"))
-        await asyncio.gather(*(self._scheduler.stop(model) for model in matches))
+            else:
+                unused.discard(request.model)
+        for model, variants in matches.items():
+            model.forget(variants)
+        await asyncio.gather(*(self._scheduler.stop(model) for model in unused))
         return bool(matches)
+
+    async def release(self, reference: Reference, digest: Digest | None) -> bool:
+        """Unload the models of a name or a digest: at once if unused, else after the last request.
+
+        Returns False if none was in memory.
+        """
+        models = self._scheduler.list_loaded()
+        matches = [model for model in models if model.find_variants(reference, digest)]
+        for model in matches:
+            model.keep_alive = 0.0
+        await self.expire()
+        return bool(matches)
+
+    async def forget(self, digest: Digest) -> None:
+        """Unload the model of an AImage that was removed, unless it serves others of its base."""
+        for model in self._scheduler.list_loaded():
+            if digest in model.variants:
+                model.forget(frozenset((digest,)))
+                model.keep_alive = model.keep_alive if model.variants else 0.0
+        await self.expire()
 
     async def expire(self) -> None:
         """Unload idle models whose keep-alive has expired; call this periodically."""

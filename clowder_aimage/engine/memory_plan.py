@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from clowder_aimage.layout.stored_aimage import StoredAImage
-from clowder_aimage.oci import Digest
 from clowder_aimage.tensor.weight import FLOATS
 
 MIB = 1 << 20
@@ -37,7 +36,7 @@ def estimate_need(stored: StoredAImage, dtype: str | None) -> int:
 class LoadedModel:
     """A loaded model: its need of memory, and if it is idle; ``counts`` for the largest number."""
 
-    digest: Digest
+    key: Hashable
     need: int
     is_idle: bool
     counts: bool = True

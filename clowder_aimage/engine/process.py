@@ -45,6 +45,8 @@ from clowder_aimage.oci import Descriptor, Reference
 
 # Seconds between two reports of a load
 _INTERVAL = 1.0
+# AImages of the same base that stay open
+_MAX_VARIANTS = 32
 # Facts of errors that the worker needs
 _FACTS = ("adapter", "controlnet", "field", "tokens", "context")
 
@@ -77,6 +79,9 @@ class ModelProcess:
         # No more blobs will arrive
         self._is_complete = False
         self._model: Any = None
+        # Of a pipeline: other AImages of its base by digest, with their leases
+        self._variants: dict[str, tuple[Any, contextlib.ExitStack]] = {}
+        self._roots: list[Path] = []
         # Bytes for all models; None if unknown, and in the process of a language model
         self._memory: int | None = None
         # Served in turns, an event each
@@ -172,7 +177,8 @@ class ModelProcess:
 
     def _load(self, command: frame.Message) -> None:
         manifest = Descriptor.from_json(command["manifest"], "manifest")
-        store = _PinnedStore([Path(root) for root in command["roots"]], manifest)
+        self._roots = [Path(root) for root in command["roots"]]
+        store = _PinnedStore(self._roots, manifest)
         lease = self._leases.enter_context(store.lease())
         with self._reporting():
             if "document" not in command:
@@ -247,7 +253,7 @@ class ModelProcess:
         """Return a finder of adapters in the stores and the directory of a command."""
         from clowder_aimage.model.adapter_source import AdapterFinder
 
-        store = LayeredStore([Path(root) for root in command["roots"]])
+        store = LayeredStore(self._roots)
         lease, lora_dir = self._leases.enter_context(store.lease()), command.get("lora_dir")
         find = partial(open_runnable, store, lease=lease)
         return AdapterFinder(store, find, Path(lora_dir) if lora_dir else None)
@@ -288,9 +294,10 @@ class ModelProcess:
         encoding = PictureEncoding(**command["encoding"])
         # Metadata has the digest in a separate field
         name = command["reference"].partition("@")[0]
-        metadata = describe_picture(Reference.parse(name), self._model, request)
+        model = self._open_variant(command)
+        metadata = describe_picture(Reference.parse(name), model, request)
         # Raises here, not on the first iteration, if the request cannot be served
-        events = self._model.generate(request)
+        events = model.generate(request)
         self._send("started", request_id, warnings=metadata.get("warnings", []))
         with contextlib.closing(events):
             for event in self._iter_until_cancelled(request_id, events):
@@ -307,6 +314,29 @@ class ModelProcess:
                 else:
                     self._send("step", request_id, **asdict(event))
         self._end(request_id)
+
+    def _open_variant(self, command: frame.Message) -> Any:
+        """Return the model of a request's AImage: the loaded networks with its own adapters."""
+        manifest = Descriptor.from_json(command["manifest"], "manifest")
+        if manifest.digest == self._model.stored.descriptor.digest:
+            return self._model
+        key = str(manifest.digest)
+        if (entry := self._variants.pop(key, None)) is None:
+            entry = self._lease_variant(manifest, Reference.parse(command["reference"]))
+        while len(self._variants) >= _MAX_VARIANTS:
+            _, leases = self._variants.pop(next(iter(self._variants)))
+            leases.close()
+        # The last entry is the most recently used
+        self._variants[key] = entry
+        return entry[0]
+
+    def _lease_variant(
+        self, manifest: Descriptor, reference: Reference
+    ) -> tuple[Any, contextlib.ExitStack]:
+        store = _PinnedStore(self._roots, manifest)
+        with contextlib.ExitStack() as leases:
+            stored = open_runnable(store, reference, leases.enter_context(store.lease()))
+            return self._model.open_variant(stored), leases.pop_all()
 
     def _write(self, command: frame.Message) -> None:
         """Open the text, or the embeddings, of a request; open requests are served in turns."""

@@ -22,6 +22,8 @@ from clowder_aimage.model.pipeline import Step
 from clowder_aimage.model.text.runtime import find_runtime
 from clowder_aimage.oci import Digest, Reference
 
+# AImages of one loaded model that are remembered
+MAX_VARIANTS = 1000
 # Seconds; longer durations are unlimited
 MAX_KEEP_ALIVE = 100 * 365 * 86400.0
 MakeRequest = Callable[[AImage], ModelRequest]
@@ -34,10 +36,31 @@ _HINTS = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class ModelKey:
+    """What is loaded once: a manifest, or the networks of all AImages with the same base.
+
+    Models of two backends are two models.
+    """
+
+    digest: Digest
+    backend: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelVariant:
+    """An AImage that a loaded model serves, by the name of its last request."""
+
+    reference: Reference
+    stored: StoredAImage
+
+
 @dataclass(slots=True, eq=False)
 class ModelSlot:
     """A model that is or recently was in use.
 
+    ``stored`` is the AImage that it is loaded from. AImages that differ in adapters only are
+    ``variants`` of one model, by the digests of their manifests.
     ``served`` are the requests being served, ``users`` the number of requests that wait or are
     being served. ``arrival`` has the fields of the load command for a model with blobs that are
     still arriving. ``loras`` are the adapters of the last request.
@@ -45,6 +68,7 @@ class ModelSlot:
 
     reference: Reference
     stored: StoredAImage
+    key: ModelKey
     keep_alive: float = 0.0
     arrival: Message = field(default_factory=dict)
     clock: Callable[[], float] = time.monotonic
@@ -56,6 +80,7 @@ class ModelSlot:
     loras: tuple[LoraUse, ...] = ()
     users: int = 0
     is_stopped: bool = False
+    variants: dict[Digest, ModelVariant] = field(default_factory=dict)
     last_used: float = field(init=False)
 
     def __post_init__(self) -> None:
@@ -63,8 +88,34 @@ class ModelSlot:
 
     @property
     def digest(self) -> Digest:
-        """The digest of its manifest."""
+        """The digest of the manifest that it is loaded from."""
         return self.stored.descriptor.digest
+
+    def add(self, reference: Reference, stored: StoredAImage) -> None:
+        """Add a variant, or its newer name; the oldest of too many is forgotten."""
+        digest = stored.descriptor.digest
+        while digest not in self.variants and len(self.variants) >= MAX_VARIANTS:
+            del self.variants[next(iter(self.variants))]
+        self.variants[digest] = ModelVariant(reference, stored)
+
+    def find_variants(self, reference: Reference, digest: Digest | None) -> frozenset[Digest]:
+        """Return the digests of its variants that have a name or a digest."""
+        return frozenset(
+            each
+            for each, variant in self.variants.items()
+            if each == digest or variant.reference == reference
+        )
+
+    def forget(self, variants: frozenset[Digest]) -> None:
+        """Forget variants: they are opened again for their next requests."""
+        for digest in variants:
+            self.variants.pop(digest, None)
+
+    def list_names(self) -> list[str]:
+        """Return the names of its variants, sorted; the name that it was loaded by is the first."""
+        names = {str(variant.reference) for variant in self.variants.values()}
+        first = str(self.reference)
+        return [first, *sorted(names - {first})]
 
     @property
     def is_text(self) -> bool:
@@ -99,9 +150,10 @@ class ModelSlot:
             else datetime.now(UTC) + timedelta(seconds=remaining)
         )
 
-    def pin_name(self, reference: Reference) -> str:
-        """Return ``reference`` with its digest at the model's first request."""
-        return f"{str(reference).partition('@')[0]}@{self.digest}"
+
+def pin_name(reference: Reference, stored: StoredAImage) -> str:
+    """Return ``reference`` with the digest of an AImage."""
+    return f"{str(reference).partition('@')[0]}@{stored.descriptor.digest}"
 
 
 @dataclass(slots=True, eq=False)
@@ -112,12 +164,13 @@ class QueuedRequest:
     that only loads the model. ``stage`` is one of waiting, pulling, loading, drawing, writing.
     ``moved`` is set when the load or the request begins, ``turn`` when the request begins.
     ``adapters`` are the names of AImages, by the index of the adapter in the request.
-    ``is_text``: it is for a language model. ``stored`` is the AImage of the name at the arrival
-    of the request, if the store had it. ``sent`` has the text that was sent. ``seconds``: the
-    estimated duration, updated after each step; 0 before. ``computed``: the seconds in which
-    earlier processes served it. ``deaths`` counts the processes that died while they served it
-    with other requests. ``is_suspect``: it may have crashed a process, and is served alone.
-    ``is_trial``: its schema is tried, which takes no place of the model.
+    ``is_text``: it is for a language model. ``stored`` is the AImage of the name at the arrival of
+    the request, if the store had it, and the one that serves it from then on. ``sent`` has the text
+    that was sent. ``seconds``: the estimated duration, updated after each step; 0 before.
+    ``computed``: the seconds in which earlier processes served it. ``deaths`` counts the processes
+    that died while they served it with other requests. ``is_suspect``: it may have crashed a
+    process, and is served alone. ``is_trial``: its schema is tried, which takes no place of the
+    model.
     """
 
     reference: Reference
@@ -149,6 +202,16 @@ class QueuedRequest:
     is_trial: bool = False
     moved: asyncio.Event = field(default_factory=asyncio.Event)
     turn: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def is_for(self, variants: frozenset[Digest]) -> bool:
+        """Return True if one of the AImages serves it, or if it is not known yet."""
+        return self.stored is None or self.stored.descriptor.digest in variants
+
+    @property
+    def pinned_name(self) -> str:
+        """Its name with the digest of the AImage that serves it."""
+        assert self.stored is not None  # noqa: S101 - set when it enters the queue
+        return pin_name(self.reference, self.stored)
 
     def begin_again(self) -> None:
         """Wait for another process, after one died for the sake of another request.

@@ -151,11 +151,14 @@ class Runner:
     async def generate(
         self,
         reference: str,
+        manifest: Descriptor,
         request: ModelRequest,
         encoding: PictureEncoding,
         on_event: Callable[[Event], None],
     ) -> None:
         """Serve a request; ``on_event`` is called with steps, pictures, or tokens of a text.
+
+        ``manifest`` is that of the AImage, which may be another one of the same base.
 
         On cancellation, the process ends the request after the current step, and this returns at
         once. The next request waits until the process is free, or until it was killed because a
@@ -165,7 +168,7 @@ class Runner:
         """
         while self.cancellations and not self.is_free:
             await asyncio.wait(self.cancellations, return_when=asyncio.FIRST_COMPLETED)
-        command = _build_command(request, encoding)
+        command = _build_command(request, encoding, manifest)
         await self._ask(next(self._numbers), reference, command, on_event)
 
     async def try_schema(self, reference: str, request: TextRequest) -> None:
@@ -358,9 +361,11 @@ class Runner:
         return f"the model process {reason}"
 
 
-def _build_command(request: ModelRequest, encoding: PictureEncoding) -> frame.Message:
+def _build_command(
+    request: ModelRequest, encoding: PictureEncoding, manifest: Descriptor
+) -> frame.Message:
     if isinstance(request, GenerateRequest):
-        command = {"do": "generate", "request": request.to_json()}
+        command = {"do": "generate", "request": request.to_json(), "manifest": manifest.to_json()}
         return {**command, "encoding": asdict(encoding)}
     do = "embed" if isinstance(request, EmbeddingRequest) else "write"
     return {"do": do, "request": asdict(request)}

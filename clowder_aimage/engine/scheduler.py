@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -26,11 +26,12 @@ from clowder_aimage.engine.memory_plan import (
     plan_load,
 )
 from clowder_aimage.engine.metric import Metrics
-from clowder_aimage.engine.queued_request import ModelSlot, QueuedRequest
+from clowder_aimage.engine.queued_request import ModelKey, ModelSlot, QueuedRequest, pin_name
 from clowder_aimage.engine.runner import Runner
 from clowder_aimage.errors import AImageError, ModelError, NoMemoryError, UnrunnableError
 from clowder_aimage.generation.request import GenerateRequest
 from clowder_aimage.layout.stored_aimage import StoredAImage
+from clowder_aimage.model.text.runtime import find_runtime
 from clowder_aimage.oci import Digest, Reference
 
 _log = logging.getLogger("aimage.worker")
@@ -40,7 +41,7 @@ _MAX_REFUSED = 1000
 
 @dataclass(slots=True, eq=False)
 class ModelScheduler:
-    """The models of a worker, each in its own process.
+    """The models of a worker, each in its own process. AImages of one base are one model.
 
     ``_free`` returns the bytes of memory for another model; None if there is enough. The model of
     the least ``eviction_cost`` is unloaded first. ``enhancer`` is the AImage of the enhancer, for
@@ -56,7 +57,7 @@ class ModelScheduler:
     _free: Callable[[], int | None]
     eviction_cost: Callable[[Digest], float] = lambda _: 0.0
     enhancer: StoredAImage | None = None
-    _models: dict[Digest, ModelSlot] = field(default_factory=dict)
+    _models: dict[ModelKey, ModelSlot] = field(default_factory=dict)
     _queue: list[QueuedRequest] = field(default_factory=list)
     _loads: set[asyncio.Task[Runner]] = field(default_factory=set)
     _unloads: set[asyncio.Task[None]] = field(default_factory=set)
@@ -80,9 +81,17 @@ class ModelScheduler:
         )
 
     def find_loaded(self, digest: Digest) -> StoredAImage | None:
-        """Return the AImage of a model in memory."""
-        model = self._models.get(digest)
-        return model.stored if model is not None and model.is_ready else None
+        """Return an AImage that a model in memory has served."""
+        for model in self._models.values():
+            if model.is_ready and (variant := model.variants.get(digest)) is not None:
+                return variant.stored
+        return None
+
+    def _build_key(self, reference: Reference, stored: StoredAImage) -> ModelKey:
+        """Return the key of the model that serves an AImage."""
+        if find_runtime(stored.aimage) is not None:
+            return ModelKey(stored.descriptor.digest)
+        return ModelKey(stored.aimage.base_digest, self._limits.get_backend(str(reference)))
 
     # -- the queue
 
@@ -94,7 +103,12 @@ class ModelScheduler:
         if (refused := self._refused.get(stored.descriptor.digest)) is not None:
             raise UnrunnableError(refused.message, **refused.advice)
         model = self._get_slot(request, stored)
-        model.arrival = {}
+        if model.arrival and model.digest != stored.descriptor.digest:
+            # The blobs of this AImage are there: it does not wait for those of the other one
+            self.unload(model, "room")
+            model.reference, model.stored = request.reference, stored
+        model.add(request.reference, stored)
+        request.stored, model.arrival = stored, {}
         model.users += 1
         if (prepared := request.model) is not None:
             self._forget(prepared)
@@ -114,7 +128,7 @@ class ModelScheduler:
 
         Other models have priority: their loads end this one, and their requests come first.
         """
-        existing = self._models.get(stored.descriptor.digest)
+        existing = self._models.get(self._build_key(request.reference, stored))
         is_loading = existing is not None and (existing.load or existing.runner) is not None
         if not is_loading and not self._has_room(request.reference, stored):
             return
@@ -122,6 +136,7 @@ class ModelScheduler:
         model.users += 1
         request.model = model
         if not is_loading:
+            model.add(request.reference, stored)
             model.arrival = {"document": stored.manifest.raw.decode()}
             if isinstance(parameters, GenerateRequest):
                 model.arrival["request"] = parameters.to_json()
@@ -132,7 +147,8 @@ class ModelScheduler:
         """Return True if a model can be loaded at once, without unloading another."""
         if self._loads or self._queue or self._unloads:
             return False
-        plan = self._plan(ModelSlot(reference, stored, clock=self._clock))
+        key = self._build_key(reference, stored)
+        plan = self._plan(ModelSlot(reference, stored, key, clock=self._clock))
         return plan is not None and not plan.evicted
 
     def _is_enhancer(self, model: ModelSlot) -> bool:
@@ -152,10 +168,11 @@ class ModelScheduler:
         return self._device_memory or machine.read_memory_limit()
 
     def _get_slot(self, request: QueuedRequest, stored: StoredAImage) -> ModelSlot:
-        digest, keep_alive = stored.descriptor.digest, self._limits.keep_alive
-        if (model := self._models.get(digest)) is None:
-            model = ModelSlot(request.reference, stored, keep_alive, clock=self._clock)
-            self._models[digest] = model
+        reference, keep_alive = request.reference, self._limits.keep_alive
+        key = self._build_key(reference, stored)
+        if (model := self._models.get(key)) is None:
+            model = ModelSlot(reference, stored, key, keep_alive, clock=self._clock)
+            self._models[key] = model
         return model
 
     def _forget(self, model: ModelSlot) -> None:
@@ -253,8 +270,9 @@ class ModelScheduler:
             return True
         if (plan := self._plan(model)) is None:
             return False
+        models: dict[Hashable, ModelSlot] = {each.key: each for each in self.list_loaded()}
         for evicted in plan.evicted:
-            self._evict(self._models[evicted.digest], model)
+            self._evict(models[evicted.key], model)
         if not plan.evicted:
             self._load(model, plan.reserved)
         return True
@@ -276,7 +294,7 @@ class ModelScheduler:
     def _describe(self, model: ModelSlot) -> LoadedModel:
         size = 0 if model.runner is None else model.runner.size
         need = max(size, estimate_need(model.stored, self._dtype))
-        return LoadedModel(model.digest, need, not model.served, not self._is_enhancer(model))
+        return LoadedModel(model.key, need, not model.served, not self._is_enhancer(model))
 
     def _list_in_order(self) -> list[ModelSlot]:
         """Return the loaded models in the order of eviction; the enhancer is the last.
@@ -287,7 +305,7 @@ class ModelScheduler:
             self.list_loaded(),
             key=lambda model: (
                 self._is_enhancer(model),
-                self.eviction_cost(model.digest),
+                max(map(self.eviction_cost, model.variants), default=0.0),
                 model.last_used,
             ),
         )
@@ -318,16 +336,16 @@ class ModelScheduler:
     def _share_memory(self, *loading: ModelSlot) -> None:
         """Leave the memory of each loaded model to it, and the rest to any of them."""
         models = [*self.list_loaded(), *loading]
-        needs = {model.digest: self._describe(model).need for model in models}
+        needs = {model.key: self._describe(model).need for model in models}
         total, reserve, budget = sum(needs.values()), self._compute_reserve(*models), self.budget
         if budget is None or total + reserve <= budget:
             total += reserve
         for model in self.list_loaded():
             if model.runner is not None and not model.is_text:
-                model.runner.reserve(total - needs[model.digest])
+                model.runner.reserve(total - needs[model.key])
 
     async def _run(self, model: ModelSlot, reserved: int) -> Runner:
-        name = model.pin_name(model.reference)
+        name = pin_name(model.reference, model.stored)
         content = self._roots, name, model.stored.descriptor
         start = partial(Runner.start, *content, self._limits, model.arrival)
         try:
@@ -370,12 +388,27 @@ class ModelScheduler:
                 self._refused[model.digest] = error
                 while len(self._refused) > _MAX_REFUSED:
                     del self._refused[next(iter(self._refused))]
-            for request in self._list_waiting(model):
-                request.interrupt(error)
+            self._refuse_waiting(model, error)
         else:
             self._finish_start(model, load.result(), self._clock() - started)
         self._drop(model)
         self.arrange()
+
+    def _refuse_waiting(self, model: ModelSlot, error: AImageError) -> None:
+        """End the requests for the AImage that cannot be loaded; its base may be loaded for others.
+
+        An adapter that is packed with it may be damaged.
+        """
+        digest, others = model.digest, list[QueuedRequest]()
+        for request in self._list_waiting(model):
+            is_same = request.stored is None or request.stored.descriptor.digest == digest
+            if is_same or isinstance(error, NoMemoryError):
+                request.interrupt(error)
+            else:
+                others.append(request)
+        if others and others[0].stored is not None:
+            model.reference, model.stored = others[0].reference, others[0].stored
+        model.variants.pop(digest, None)
 
     def _finish_start(self, model: ModelSlot, runner: Runner, seconds: float) -> None:
         model.runner, model.last_used = runner, self._clock()
@@ -422,9 +455,9 @@ class ModelScheduler:
     async def stop(self, model: ModelSlot) -> None:
         """Unload a model at once; it serves no further requests."""
         model.is_stopped = True
-        if self._models.get(model.digest) is model:
+        if self._models.get(model.key) is model:
             # A new request gets a new slot, and loads it again
-            del self._models[model.digest]
+            del self._models[model.key]
         await _wait([self.unload(model, "stopped")])
         # Set if the load ended during the cancellation
         await _wait([model.unloading])
@@ -444,8 +477,8 @@ class ModelScheduler:
     def _drop(self, model: ModelSlot) -> None:
         """Remove a model that is neither in memory nor requested."""
         is_needed = model.users or model.load is not None or model.runner is not None
-        if not is_needed and self._models.get(model.digest) is model:
-            del self._models[model.digest]
+        if not is_needed and self._models.get(model.key) is model:
+            del self._models[model.key]
 
     def _list_waiting(self, model: ModelSlot) -> list[QueuedRequest]:
         return [request for request in self._queue if request.model is model]

@@ -33,7 +33,7 @@ from clowder_aimage.oci import Digest, Reference, read_json
 # A worker without numpy stores models, so these are not imported at run time
 if TYPE_CHECKING:
     from clowder_aimage.adapter.adapter import Adapter
-    from clowder_aimage.adapter.loaded_adapter import LoadedAdapter
+    from clowder_aimage.adapter.loaded_adapter import AdapterCache, LoadedAdapter
 
 SUFFIX = ".safetensors"
 # Bytes of loaded adapters that stay in memory
@@ -369,6 +369,7 @@ class AdapterSource:
         files: BlobFiles,
         base: StoredAImage,
         shapes: Callable[[], Mapping[str, tuple[int, ...]]],
+        cache: AdapterCache | None = None,
     ) -> None:
         from clowder_aimage.adapter.loaded_adapter import AdapterCache
 
@@ -376,7 +377,11 @@ class AdapterSource:
         self._base, self._shapes = base.aimage, shapes
         self._own = list_packed_adapters(files, base.aimage)
         self._name = str(base.aimage.properties.get("name") or base.descriptor.digest.short)
-        self._cache = AdapterCache(MEMORY)
+        self._cache = cache or AdapterCache(MEMORY)
+
+    def open_variant(self, stored: StoredAImage) -> AdapterSource:
+        """Return the source of another AImage of the same networks, with the same cache."""
+        return AdapterSource(self._finder, self._files, stored, self._shapes, self._cache)
 
     def open(self, uses: Sequence[LoraUse]) -> list[tuple[LoadedAdapter, float]]:
         """Return the adapters and their strengths.

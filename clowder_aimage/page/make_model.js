@@ -6,7 +6,7 @@ import { amount, bytes, t } from './lang.js';
 import { label } from './parameter_control.js';
 import { change, chosen, loaded, makesPictures, models } from './state.js';
 
-const isLoaded = (model) => loaded.value.some((one) => one.digest === model.digest || one.name === model.id);
+const isLoaded = (model) => loaded.value.some((one) => one.digest === model.digest || [one.name, ...(one.variants ?? [])].includes(model.id));
 
 /** Return the facts of a model, as words. */
 function facts(model) {

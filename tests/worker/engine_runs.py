@@ -98,8 +98,9 @@ class FakeRunner:
     async def generate(
         self,
         _: str,
-        request: GenerateRequest,
         __: object,
+        request: GenerateRequest,
+        ___: object,
         on_event: Callable[[Event], None],
     ) -> None:
         on_event(StartedEvent())

@@ -37,7 +37,7 @@ from clowder_aimage.engine.event import (
 from clowder_aimage.engine.machine import read_available_memory
 from clowder_aimage.engine.metric import Metrics
 from clowder_aimage.engine.model_fetch import fetch
-from clowder_aimage.engine.queued_request import ModelSlot, QueuedRequest
+from clowder_aimage.engine.queued_request import ModelKey, ModelSlot, QueuedRequest
 from clowder_aimage.errors import ModelError, NotFoundError, UnrunnableError, UsageError
 from clowder_aimage.generation.request import GenerateRequest
 from clowder_aimage.layout.layered_store import LayeredStore
@@ -543,10 +543,12 @@ def test_a_damaged_model_is_reported_as_damaged(tmp_path: Path, part: str) -> No
 class ForgetfulRunner(FakeRunner):
     """Simulate a model that reads a part again, which the store may lack."""
 
-    async def generate(self, _: str, request: GenerateRequest, *rest: Any) -> None:
+    async def generate(
+        self, _: str, manifest: object, request: GenerateRequest, *rest: Any
+    ) -> None:
         if request.prompt == "new":
             raise NotFoundError("sha256:0 not found in the store")
-        await super().generate(_, request, *rest)
+        await super().generate(_, manifest, request, *rest)
 
 
 def test_a_model_in_memory_works_without_its_blobs_until_it_reads_one_again(
@@ -615,7 +617,8 @@ def test_the_number_of_model_labels_is_limited() -> None:
 
 @pytest.mark.parametrize("seconds", [99999999 * 3600.0, 1e300, float("inf")])
 def test_a_huge_keep_alive_never_expires(stocked_store: LayeredStore, seconds: float) -> None:
-    model = ModelSlot(NAME, read_aimage(stocked_store, NAME), keep_alive=seconds)
+    stored = read_aimage(stocked_store, NAME)
+    model = ModelSlot(NAME, stored, ModelKey(stored.descriptor.digest), keep_alive=seconds)
     assert not model.until
     model.keep_alive = 60.0
     until = model.until

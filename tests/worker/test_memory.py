@@ -104,7 +104,8 @@ def lose_text_encoder(store: LayeredStore) -> None:
 async def picture(runner: Any, prompt: str) -> list[Any]:
     events: list[Any]
     events, request = [], GenerateRequest.of(prompt, width=32, height=32, steps=1, seed=7)
-    await runner.generate("tiny", request, PictureEncoding(), events.append)
+    manifest = runner.manifest
+    await runner.generate("tiny", manifest, request, PictureEncoding(), events.append)
     return [event.data for event in events if isinstance(event, ImageEvent)]
 
 
@@ -112,12 +113,10 @@ def played(
     store: LayeredStore, play: Callable[[Any], Coroutine[Any, Any, Any]], keep: EngineLimits
 ) -> Any:
     async def run() -> Any:
-        runner = await Runner.start(
-            store.roots,
-            "tiny",
-            store.resolve(Reference.parse("tiny")),
-            dataclasses.replace(keep, dtype="float32"),
-        )
+        manifest = store.resolve(Reference.parse("tiny"))
+        limits = dataclasses.replace(keep, dtype="float32")
+        runner = await Runner.start(store.roots, "tiny", manifest, limits)
+        vars(runner)["manifest"] = manifest
         try:
             async with asyncio.timeout(100):
                 return await play(runner)

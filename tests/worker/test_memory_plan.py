@@ -84,7 +84,7 @@ def test_models_are_unloaded_until_the_next_one_fits(
         assert plan is None
     else:
         assert plan is not None
-        assert [each.digest for each in plan.evicted] == [model(name, 0).digest for name in evicted]
+        assert [each.key for each in plan.evicted] == [model(name, 0).key for name in evicted]
         assert plan.reserved == reserved
 
 

@@ -57,6 +57,12 @@ class LoadedModel(TypedDict):
     device: str
     expires_at: str
     details: ModelDetails
+    variants: NotRequired[
+        Annotated[
+            list[str],
+            Field(description="Other names that it serves: AImages of the same base."),
+        ]
+    ]
     context_length: NotRequired[
         Annotated[int, Field(description="The tokens of a prompt and its text.")]
     ]

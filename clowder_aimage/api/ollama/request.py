@@ -155,13 +155,10 @@ class OllamaRequest:
 
     async def _unload(self) -> web.StreamResponse:
         descriptor = await run_generation(self._resolve)
-        loaded = self.service.engine.list_loaded()
-        digests = {descriptor.digest} if descriptor else set()
-        digests |= {model.digest for model in loaded if model.reference == self.reference}
-        if not digests:
+        digest = descriptor.digest if descriptor else None
+        was_loaded = await self.service.engine.release(self.reference, digest)
+        if digest is None and not was_loaded:
             raise model_list.build_missing_error(self.reference)
-        for digest in digests:
-            await model_list.unload(self.service, digest)
         return web.json_response(self.build_line(done=True, done_reason="unload"))
 
     async def stream(

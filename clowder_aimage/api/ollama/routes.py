@@ -118,6 +118,8 @@ def _describe_loaded(descriptions: ModelDescriptions, model: ModelSlot) -> Loade
         "details": facts.details if facts else build_details({}),
         "expires_at": until.isoformat(),
     }
+    if variants := model.list_names()[1:]:
+        description["variants"] = variants
     if context:
         description["context_length"] = context
     if model.loras:

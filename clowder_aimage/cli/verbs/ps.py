@@ -33,6 +33,8 @@ _FOR_EVER = 100 * 365 * 24 * 3600
 def ps(watch: float | None) -> None:
     """List the models that a worker has in memory.
 
+    AImages that differ in their adapters only are one model; VARIANTS are their other names.
+
     The worker is the one in AIMAGE_HOST, or the one at 127.0.0.1:11434.
     """
     refuse_options("omit it: the memory of the worker is listed", exclude=("watch",))
@@ -45,17 +47,20 @@ def _read() -> Reading:
     def format_cells(row: dict[str, Any]) -> tuple[str, ...]:
         left = _format_expiry(row["until"], time)
         adapters = ", ".join(row["adapters"]) or "-"
+        variants = [", ".join(row["variants"]) or "-"] if has_variants else []
         facts = (
             row["reference"],
             row["digest"][7:19],
             format_size(row["size"]),
             row["device"] or "?",
         )
-        return *facts, left, adapters
+        return *facts, left, adapters, *variants
 
-    listed = describe_each(list_models(connect_worker(), "/api/ps"), _build_row, note_left_out)
+    models = list_models(connect_worker(), "/api/ps")
+    listed = [*describe_each(models, _build_row, note_left_out)]
+    has_variants = any(row["variants"] for row in listed)
     rows, lines = build_table(
-        ("NAME", "DIGEST", "SIZE", "DEVICE", "UNTIL", "ADAPTERS"),
+        ("NAME", "DIGEST", "SIZE", "DEVICE", "UNTIL", "ADAPTERS", *["VARIANTS"] * has_variants),
         listed,
         format_cells,
         ("DIGEST", "DEVICE"),
@@ -73,8 +78,14 @@ def _build_row(model: dict[str, Any]) -> dict[str, Any]:
         "size": model["size"],
         "device": device if isinstance(device, str) else None,
         "adapters": _list_adapters(model.get("loras")),
+        "variants": _list_names(model.get("variants")),
         "until": _parse_expiry(model.get("expires_at")),
     }
+
+
+def _list_names(names: Any) -> list[str]:
+    """Return the other names that a model serves."""
+    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 
 
 def _list_adapters(uses: Any) -> list[str]:
