@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +21,8 @@ _LOAD_OPTIONS = (
     *("memory", "lora_dir", "context", "parallel"),
 )
 _TUNING = ("compile", "attention", "device")
+# Requests that wait at most, however short the wait is estimated
+MAX_WAITING = 256
 # The caller of a request, if its server tells callers apart: a name of its token
 CALLER: ContextVar[str] = ContextVar("caller", default="")
 # Pull policies, named as those of Kubernetes
@@ -31,7 +33,8 @@ NEVER, IF_MISSING, ALWAYS = "never", "if-missing", "always"
 class EngineLimits:
     """The limits of an engine.
 
-    queue: maximum number of waiting requests. models: maximum number of loaded
+    queue: maximum number of waiting requests. max_wait: seconds; further requests may wait while
+    the estimated wait is shorter. models: maximum number of loaded
     models, or None for as many as the memory has room for. keep_alive:
     seconds that an idle model stays in memory; FOR_EVER, or 0. deadline: seconds from a
     request's arrival to its last picture. text_deadline: seconds that a text may compute.
@@ -49,6 +52,7 @@ class EngineLimits:
     """
 
     queue: int = 8
+    max_wait: float = 0.0
     models: int | None = None
     keep_alive: float = 300.0
     deadline: float = FOR_EVER
@@ -90,41 +94,43 @@ class EngineLimits:
 
 @dataclass(slots=True)
 class Pace:
-    """The mean ``seconds`` of the requests that were served; None if there were none yet."""
+    """The mean ``seconds`` of what was observed; None if there was nothing yet."""
 
     seconds: float | None = None
 
     def observe(self, seconds: float) -> None:
-        """Count a request; later ones weigh more."""
+        """Count a duration; later ones weigh more."""
         previous = seconds if self.seconds is None else self.seconds
         self.seconds = 0.7 * previous + 0.3 * seconds
 
-    def wait(self, count: int, running: Sequence[float]) -> int:
-        """Return the seconds until the running requests and ``count`` waiting ones are served.
 
-        ``running``: the estimated durations of running requests, as far as steps were measured.
-        """
-        durations = [*running, *([] if self.seconds is None else [self.seconds])]
-        if not durations:
-            return _UNKNOWN
-        total = sum(durations) / len(durations) * (count + 1) / max(1, len(running))
-        return max(1, min(_LONGEST, math.ceil(total)))
+def compute_retry(wait: float | None, max_wait: float = 0.0) -> int:
+    """Return the seconds after which a request may be admitted.
+
+    wait: the estimated wait, None if it is unknown. max_wait: the wait at which requests are
+    refused.
+    """
+    return _UNKNOWN if wait is None else max(1, min(_LONGEST, math.ceil(wait - max_wait)))
 
 
 class BusyError(AImageError):
-    """Too many requests are waiting; ``retry_after`` is in seconds."""
+    """Too many requests are waiting; ``retry_after`` is in seconds.
 
-    def __init__(self, waiting: int, retry_after: int) -> None:
+    ``wait`` is the estimated time in seconds until they have been served; None if it is unknown.
+    """
+
+    def __init__(self, waiting: int, retry_after: int, wait: float | None = None) -> None:
         hint = f"try again in {retry_after} seconds"
-        super().__init__(f"the queue is full: {waiting} requests are waiting", hint=hint)
-        self.retry_after = retry_after
+        about = "" if wait is None else f", which takes about {math.ceil(wait)} seconds"
+        super().__init__(f"the queue is full: {waiting} requests are waiting{about}", hint=hint)
+        self.retry_after, self.wait = retry_after, wait
 
 
 class CallerBusyError(BusyError):
     """Too many requests of one caller are waiting: the other places are those of others."""
 
-    def __init__(self, waiting: int, retry_after: int) -> None:
-        super().__init__(waiting, retry_after)
+    def __init__(self, waiting: int, retry_after: int, wait: float | None = None) -> None:
+        super().__init__(waiting, retry_after, wait)
         self.message = f"{waiting} requests of this client are waiting, as many as it may have"
 
 

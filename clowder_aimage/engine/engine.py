@@ -78,6 +78,8 @@ Emit = Callable[[Event], None]
 
 # Seconds between two checks of the position of a waiting request
 POSITION_INTERVAL = 1.0
+# Of the bound of the estimated wait, for one caller
+_CALLER_SHARE = 0.75
 _NONE: Mapping[int, Reference] = {}
 _log = logging.getLogger("aimage.worker")
 
@@ -105,7 +107,9 @@ class Engine:
         self._trials = SchemaTrials(clock)
         self._requests: set[QueuedRequest] = set()
         self._numbers = itertools.count(1)
-        self._pace, self._times = admission.Pace(), PictureTimes()
+        self._times = PictureTimes()
+        # The seconds of pictures, and of texts
+        self._paces = {False: admission.Pace(), True: admission.Pace()}
         # Set when a request has ended
         self._request_ended = asyncio.Event()
         self.is_draining = False
@@ -239,8 +243,34 @@ class Engine:
     def refuse(self, count: int) -> BusyError:
         """Count a refusal, because of ``count`` other requests, and return its error."""
         self.metrics.refused.inc()
-        running = [request.seconds for request in self._requests if request.seconds]
-        return BusyError(count, self._pace.wait(count, running))
+        wait = self.estimate_wait()
+        return BusyError(count, admission.compute_retry(wait, self.limits.max_wait), wait)
+
+    def estimate_wait(self) -> float | None:
+        """Return the seconds until a request that arrives now would begin; None if unknown.
+
+        They follow from measured steps, and from earlier requests and loads.
+        """
+        timestamp, total = self._clock(), self._scheduler.estimate_loads()
+        at_work = set[object]()
+        for request in self._requests:
+            if request.stage == "pulling":
+                continue
+            mean = self._paces[request.is_text].seconds
+            remaining = request.estimate_remaining(timestamp, mean)
+            if total is None or remaining is None:
+                return None
+            total += remaining / (self.limits.parallel if request.is_text else 1)
+            if request.is_begun:
+                at_work.add(request.model)
+        return None if total is None else total / max(1, len(at_work))
+
+    def may_wait(self, share: float = 1.0) -> bool:
+        """Return True if the estimated wait is below a share of the bound for further requests."""
+        if not self.limits.max_wait or self.waiting >= admission.MAX_WAITING:
+            return False
+        wait = self.estimate_wait()
+        return wait is not None and wait < self.limits.max_wait * share
 
     async def _serve(self, request: QueuedRequest, emit: Emit) -> None:
         if not request.is_admitted or self.is_draining:
@@ -262,7 +292,7 @@ class Engine:
             self._request_ended.set()
 
     def _check_queue(self, stage: str, limit: int) -> None:
-        """Raise BusyError if a stage has ``limit`` requests already.
+        """Raise BusyError if a stage has ``limit`` requests already, unless the wait is short.
 
         Requests that wait for a download are counted separately, so that they do not block requests
         whose model is in the store.
@@ -274,11 +304,14 @@ class Engine:
         callers = [
             request.caller for request in waiting if (request.stage == "pulling") == is_pulling
         ]
-        if len(callers) >= limit:
+        if len(callers) >= limit and (is_pulling or not self.may_wait()):
             raise self.refuse(len(callers))
         caller = admission.CALLER.get()
         if caller and (count := callers.count(caller)) >= admission.compute_share(limit):
-            raise admission.CallerBusyError(count, self.refuse(count).retry_after)
+            if not is_pulling and self.may_wait(_CALLER_SHARE):
+                return
+            error = self.refuse(count)
+            raise admission.CallerBusyError(count, error.retry_after, error.wait)
 
     async def _run(self, request: QueuedRequest, emit: Emit) -> None:
         stored = await self._find(request)
@@ -297,10 +330,7 @@ class Engine:
 
     async def _serve_stored(self, request: QueuedRequest, stored: StoredAImage, emit: Emit) -> None:
         """Serve a request; repeat it if its process dies because of another request."""
-        make = request.make
-        parameters = await run_generation(make, stored.aimage) if make else None
-        if isinstance(parameters, TextRequest):
-            parameters = _set_seed(parameters)
+        parameters = await self._make_parameters(request, stored)
         if self._scheduler.find_loaded(digest := stored.descriptor.digest) is None:
             ability = await run_generation(find_ability, self.store, digest, stored.aimage)
             ability.check(request.reference)
@@ -326,6 +356,19 @@ class Engine:
             request.begin_again()
             if isinstance(parameters, TextRequest):
                 parameters = request.sent.continue_request(parameters)
+
+    async def _make_parameters(
+        self, request: QueuedRequest, stored: StoredAImage
+    ) -> ModelRequest | None:
+        """Return the parameters of a request, and estimate its time."""
+        make = request.make
+        parameters = await run_generation(make, stored.aimage) if make else None
+        if isinstance(parameters, TextRequest):
+            return _set_seed(parameters)
+        if isinstance(parameters, GenerateRequest):
+            key = self._scheduler.build_key(request.reference, stored)
+            request.seconds = self._times.estimate(key, parameters)
+        return parameters
 
     async def _find_enhancer(self) -> None:
         """Reserve memory for the enhancer, if the store has it."""
@@ -455,6 +498,7 @@ class Engine:
         assert request.runner is not None  # noqa: S101 - set when the turn has come
         _log.info("generating", extra={"model": str(request.reference)})
         outcome, started = "cancelled", self._clock()
+        request.begun_at = started
         deadline = ComputeDeadline(request.interrupt, request.computed)
         if isinstance(parameters, GenerateRequest):
             observed = self._observe_steps(model, request, parameters, deadline, emit)
@@ -545,7 +589,7 @@ class Engine:
 
     def _observe(self, request: QueuedRequest, outcome: str, seconds: float) -> None:
         if outcome == "done":
-            self._pace.observe(seconds)
+            self._paces[request.is_text].observe(seconds)
         if outcome == "cancelled":
             self.metrics.cancelled.inc()
         label = self.metrics.model(request.reference.repository)

@@ -166,11 +166,11 @@ class QueuedRequest:
     ``adapters`` are the names of AImages, by the index of the adapter in the request.
     ``is_text``: it is for a language model. ``stored`` is the AImage of the name at the arrival of
     the request, if the store had it, and the one that serves it from then on. ``sent`` has the text
-    that was sent. ``seconds``: the estimated duration, updated after each step; 0 before.
-    ``computed``: the seconds in which earlier processes served it. ``deaths`` counts the processes
-    that died while they served it with other requests. ``is_suspect``: it may have crashed a
-    process, and is served alone. ``is_trial``: its schema is tried, which takes no place of the
-    model.
+    that was sent. ``seconds``: the estimated duration, updated after each step; 0 if unknown.
+    ``begun_at``: when its process began with it, by the clock of the engine. ``computed``: the
+    seconds in which earlier processes served it. ``deaths`` counts the processes that died while
+    they served it with other requests. ``is_suspect``: it may have crashed a process, and is served
+    alone. ``is_trial``: its schema is tried, which takes no place of the model.
     """
 
     reference: Reference
@@ -194,6 +194,7 @@ class QueuedRequest:
     limit: asyncio.Timeout | None = None
     deadline: float = FOR_EVER
     seconds: float = 0.0
+    begun_at: float | None = None
     computed: float = 0.0
     sent: SentText = field(default_factory=SentText)
     has_output: bool = False
@@ -224,6 +225,7 @@ class QueuedRequest:
 
     def wait_again(self) -> None:
         """Wait for another turn."""
+        self.begun_at = None
         self.runner, self.stage = None, "waiting"
         self.moved.clear()
         self.turn.clear()
@@ -242,6 +244,18 @@ class QueuedRequest:
         """Estimate the seconds of the request from those of its steps so far."""
         done = step.picture * step.total + step.index
         self.seconds = elapsed * step.total * pictures / done
+
+    def estimate_remaining(self, timestamp: float, mean: float | None) -> float | None:
+        """Return the seconds that it will be computed from now on; None if they are unknown.
+
+        mean: the seconds of other requests, None without any.
+        """
+        if self.make is None:
+            return 0.0
+        seconds = self.seconds or mean
+        if seconds is None or self.begun_at is None:
+            return seconds
+        return max(0.0, seconds - (timestamp - self.begun_at))
 
     def create_timeout(self) -> asyncio.Timeout:
         """Return the context that ends at the deadline or on ``interrupt``."""

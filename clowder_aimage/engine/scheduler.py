@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from clowder_aimage.engine import machine
-from clowder_aimage.engine.admission import EngineLimits, compute_share
+from clowder_aimage.engine.admission import EngineLimits, Pace, compute_share
 from clowder_aimage.engine.event import EventLog, ModelRequest
 from clowder_aimage.engine.memory_plan import (
     LoadedModel,
@@ -66,6 +66,8 @@ class ModelScheduler:
     _device_memory: int = 0
     # The compute type of image models, once one was loaded
     _dtype: str | None = None
+    # The seconds of loads
+    _loading: Pace = field(default_factory=Pace)
     # A lack of memory for the enhancer was logged.
     _is_reported: bool = False
 
@@ -87,7 +89,7 @@ class ModelScheduler:
                 return variant.stored
         return None
 
-    def _build_key(self, reference: Reference, stored: StoredAImage) -> ModelKey:
+    def build_key(self, reference: Reference, stored: StoredAImage) -> ModelKey:
         """Return the key of the model that serves an AImage."""
         if find_runtime(stored.aimage) is not None:
             return ModelKey(stored.descriptor.digest)
@@ -128,7 +130,7 @@ class ModelScheduler:
 
         Other models have priority: their loads end this one, and their requests come first.
         """
-        existing = self._models.get(self._build_key(request.reference, stored))
+        existing = self._models.get(self.build_key(request.reference, stored))
         is_loading = existing is not None and (existing.load or existing.runner) is not None
         if not is_loading and not self._has_room(request.reference, stored):
             return
@@ -147,7 +149,7 @@ class ModelScheduler:
         """Return True if a model can be loaded at once, without unloading another."""
         if self._loads or self._queue or self._unloads:
             return False
-        key = self._build_key(reference, stored)
+        key = self.build_key(reference, stored)
         plan = self._plan(ModelSlot(reference, stored, key, clock=self._clock))
         return plan is not None and not plan.evicted
 
@@ -169,7 +171,7 @@ class ModelScheduler:
 
     def _get_slot(self, request: QueuedRequest, stored: StoredAImage) -> ModelSlot:
         reference, keep_alive = request.reference, self._limits.keep_alive
-        key = self._build_key(reference, stored)
+        key = self.build_key(reference, stored)
         if (model := self._models.get(key)) is None:
             model = ModelSlot(reference, stored, key, keep_alive, clock=self._clock)
             self._models[key] = model
@@ -182,6 +184,14 @@ class ModelScheduler:
         if not model.users and is_alone:
             self.unload(model, "idle")
         self._drop(model)
+
+    def estimate_loads(self) -> float | None:
+        """Return the seconds to load what requests wait for; None if they are unknown."""
+        waiting = {request.model for request in self._queue}
+        count = sum(model is not None and not model.is_ready for model in waiting)
+        if not count:
+            return 0.0
+        return None if self._loading.seconds is None else count * self._loading.seconds
 
     def count_ahead(self, request: QueuedRequest) -> int:
         """Return the number of requests ahead of this one."""
@@ -417,6 +427,7 @@ class ModelScheduler:
             self._dtype = runner.dtype
         runner.ended.add_done_callback(lambda _: self._handle_exit(model, runner))
         self._metrics.loads.observe(seconds)
+        self._loading.observe(seconds)
         self._events.record("load", model=str(model.reference), seconds=round(seconds, 3))
         if model.is_stopped:
             model.unloading = self.unload(model, "stopped")

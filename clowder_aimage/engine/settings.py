@@ -195,6 +195,7 @@ class Settings(CallerSettings):
     text_encoder: Literal["auto", "keep", "release"] = "auto"
     memory: Annotated[int | None, BeforeValidator(_parse_size)] = None
     queue: int = Field(default=8, ge=0)
+    max_wait: Seconds = 30.0
     keep_alive: Seconds = 300.0
     deadline: Limit = FOR_EVER
     text_deadline: Limit = 600.0
@@ -226,6 +227,7 @@ class Settings(CallerSettings):
     def limits(self) -> EngineLimits:
         shared_names = {
             "queue",
+            "max_wait",
             "keep_alive",
             "deadline",
             "text_deadline",

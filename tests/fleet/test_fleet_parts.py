@@ -646,6 +646,39 @@ def test_a_full_line_refuses_and_a_job_that_has_begun_makes_room() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.parametrize(
+    ("max_wait", "pause", "accepted", "wait"),
+    [
+        # Jobs begin every two seconds: the fifth that waits would wait for ten
+        (10.0, 0.0, 4, 10.0),
+        (0.0, 0.0, 1, 4.0),
+        # No job has begun for six seconds
+        (10.0, 6.0, 1, 12.0),
+    ],
+)
+def test_further_jobs_wait_while_the_estimated_wait_is_short(
+    max_wait: float, pause: float, accepted: int, wait: float
+) -> None:
+    async def run() -> None:
+        now = 100.0
+        line = FairQueue(lambda _: 1, max_waiting=1, clock=lambda: now, max_wait=max_wait)
+        for _ in range(2):
+            async with line.turn("a", INTERACTIVE, A) as begun:
+                now += 2.0
+                begun()
+        async with line.turn("a", INTERACTIVE, A):
+            now += pause
+            tasks = [asyncio.create_task(_pass(line, f"b{number}")) for number in range(accepted)]
+            await asyncio.sleep(0)
+            with pytest.raises(BusyError) as caught:
+                await _pass(line, "c")
+            assert (line.waiting, caught.value.wait) == (accepted, wait)
+            assert caught.value.retry_after == max(1, wait - max_wait)
+        await asyncio.gather(*tasks)
+
+    asyncio.run(run())
+
+
 def test_a_caller_leaves_places_for_others() -> None:
     async def run() -> None:
         line = FairQueue(lambda _: 0, max_waiting=8)
@@ -670,8 +703,8 @@ def test_a_caller_leaves_places_for_others() -> None:
     asyncio.run(run())
 
 
-async def _pass(line: FairQueue) -> None:
-    async with line.turn("b", INTERACTIVE, A):
+async def _pass(line: FairQueue, caller: str = "b") -> None:
+    async with line.turn(caller, INTERACTIVE, A):
         pass
 
 

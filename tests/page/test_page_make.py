@@ -346,7 +346,7 @@ def own_worker(start_worker: Callable[..., Worker]) -> Callable[[], Worker]:
 
     def current() -> Worker:
         if not found or found[-1].process.poll() is not None:
-            found.append(start_worker("--queue", 1))
+            found.append(start_worker("--queue", 1, "--max-wait", 0))
         return found[-1]
 
     return current

@@ -24,8 +24,8 @@ from clowder_aimage.engine.admission import (
     BusyError,
     CallerBusyError,
     DeadlineError,
-    Pace,
     StoppedError,
+    compute_retry,
 )
 from clowder_aimage.engine.event import (
     ImageEvent,
@@ -647,17 +647,41 @@ def test_available_memory_is_the_least_of_machine_and_control_groups(tmp_path: P
     assert read_available_memory(tmp_path) == 4000 * 1024
 
 
-def test_the_time_to_wait_is_that_of_the_requests_before() -> None:
-    pace = Pace()
-    assert pace.wait(8, []) == 5  # unknown
-    assert pace.wait(3, [2.0]) == 8  # by the steps of the running one
-    assert pace.wait(3, [2.0, 2.0]) == 4  # two models at once
-    pace.observe(0.5)
-    assert pace.wait(8, []) == 5
-    assert pace.wait(0, [0.01]) == 1
-    for _ in range(20):
-        pace.observe(100.0)
-    assert pace.wait(8, []) == 300
+@pytest.mark.parametrize(
+    ("wait", "max_wait", "retry"),
+    [
+        (None, 0.0, 5),
+        (None, 30.0, 5),
+        (7.2, 0.0, 8),
+        (7.2, 7.0, 1),
+        (0.1, 0.0, 1),
+        (999.0, 1.0, 300),
+    ],
+)
+def test_a_refused_request_is_repeated_when_it_may_be_admitted(
+    wait: float | None, max_wait: float, retry: int
+) -> None:
+    assert compute_retry(wait, max_wait) == retry
+
+
+@pytest.mark.parametrize(
+    ("seconds", "begun_at", "mean", "remaining"),
+    [
+        (0.0, None, None, None),
+        (0.0, None, 6.0, 6.0),
+        (4.0, None, 6.0, 4.0),
+        (4.0, 97.0, None, 1.0),
+        (4.0, 90.0, None, 0.0),
+    ],
+)
+def test_the_remaining_time_of_a_request_follows_from_its_steps_or_from_others(
+    seconds: float, begun_at: float | None, mean: float | None, remaining: float | None
+) -> None:
+    request = QueuedRequest(NAME, job()["make"], seconds=seconds, begun_at=begun_at)
+    assert request.estimate_remaining(100.0, mean) == remaining
+
+
+def test_the_time_of_a_request_is_estimated_from_its_steps() -> None:
     request = QueuedRequest(NAME)
     request.count_step(Step(2, 4, 1), 3.0, 2)
     assert request.seconds == 4.0

@@ -71,7 +71,9 @@ class Litellm:
 @pytest.fixture(scope="module")
 def named(worker: Worker) -> Worker:
     """Return a worker with aliases for OpenAI's model names."""
-    return worker.start("--alias", "gpt-image-1=tiny", "--alias", "dall-e-3=tiny", "--queue", "0")
+    return worker.start(
+        "--alias", "gpt-image-1=tiny", "--alias", "dall-e-3=tiny", "--queue", "0", "--max-wait", "0"
+    )
 
 
 @pytest.fixture(scope="module")

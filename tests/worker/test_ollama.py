@@ -198,7 +198,16 @@ def test_an_infinite_keep_alive_has_a_distant_expiry(client: Any) -> None:
 @pytest.fixture(scope="module")
 def other(worker: LocalWorker) -> LocalWorker:
     """Return a worker with other settings on the same store."""
-    options = ("--keep-alive", "99999999h", "--grace", "99999999999h", "--queue", 0)
+    options = (
+        "--keep-alive",
+        "99999999h",
+        "--grace",
+        "99999999999h",
+        "--queue",
+        0,
+        "--max-wait",
+        0,
+    )
     return worker.start(*options, "--alias", "gpt-image-1=tiny")
 
 

@@ -93,7 +93,7 @@ def live(worker: LocalWorker) -> LocalWorker:
     described = Descriptor.of(mediatype.OCI_INDEX, index)
     store.push(described, build_bytes_body(index), Reference.parse("nothing"))
     aliases = ("--alias", "z-image=local/long:v1", "--alias", "gpt-image-1=tiny")
-    return worker.start(*aliases, "--alias", "GPT 4=absent", "--queue", "0")
+    return worker.start(*aliases, "--alias", "GPT 4=absent", "--queue", "0", "--max-wait", "0")
 
 
 @pytest.fixture

@@ -552,7 +552,7 @@ def test_a_client_that_disconnects_leaves_nothing(worker: LocalWorker) -> None:
 @pytest.mark.worker_only("it has a limit of its own, which is not the queue of a worker")
 def test_uploads_beyond_the_queue_are_refused_before_their_bodies(worker: LocalWorker) -> None:
     """The bodies of refused requests are not held; the worker keeps serving."""
-    other = worker.start("--queue", "1")
+    other = worker.start("--queue", "1", "--max-wait", "0")
     held: list[int] = []
     enter, end = picture_upload.PictureUploads.enter, picture_upload.PictureUploads._end
     lock = threading.Lock()

@@ -43,6 +43,8 @@ from clowder_aimage.pictures.input_kind import check_role
 
 # Limit of pictures being decoded, and of bodies being parsed
 _AT_ONCE = 2
+# Requests with pictures while the wait is short
+_BODIES = 32
 
 _log = logging.getLogger("aimage.worker")
 _T = TypeVar("_T")
@@ -116,7 +118,10 @@ class PictureUploads:
         """Count a request with pictures. Raises BusyError, StoppedError."""
         engine = self.service.engine
         engine.check_room()
-        self._places.enter(engine.limits.queue + engine.capacity, engine.refuse)
+        places = engine.limits.queue + engine.capacity
+        if engine.may_wait():
+            places = max(places, _BODIES)
+        self._places.enter(places, engine.refuse)
 
     def keep(self, lease: Lease, data: bytes, label: str) -> InputFile:
         """Put a picture into the store, leased. Raises as ``pictures.input.keep``."""

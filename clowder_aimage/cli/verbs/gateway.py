@@ -54,7 +54,13 @@ from clowder_aimage.oci import Digest, Reference
     click.option(
         "--queue",
         type=click.IntRange(0),
-        help="Maximum number of jobs that wait in this gateway. [default: 1000]",
+        help="Number of jobs that may wait in this gateway, however long it takes. [default: 1000]",
+    ),
+    click.option(
+        "--max-wait",
+        metavar="DURATION",
+        help="Let further jobs wait while the estimated wait is shorter than this; 0 for none. "
+        "[default: 30s]",
     ),
     click.option("--deadline", metavar="DURATION", help="Time limit of a job. [default: none]"),
     caller_options("512MiB"),

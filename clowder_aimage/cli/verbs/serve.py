@@ -303,7 +303,15 @@ allow_origin_option = click.option(
 @in_section(
     LIMITS,
     click.option(
-        "--queue", type=click.IntRange(0), help="Maximum number of waiting requests. [default: 8]"
+        "--queue",
+        type=click.IntRange(0),
+        help="Number of requests that may wait, however long it takes. [default: 8]",
+    ),
+    click.option(
+        "--max-wait",
+        metavar="DURATION",
+        help="Let further requests wait while the estimated wait is shorter than this; 0 for none. "
+        "[default: 30s]",
     ),
     click.option("--deadline", metavar="DURATION", help="Time limit of a request. [default: none]"),
     click.option(

@@ -14,9 +14,20 @@ import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator, Callable
 
-from clowder_aimage.engine.admission import BusyError, CallerBusyError, compute_share
+from clowder_aimage.engine.admission import (
+    MAX_WAITING,
+    BusyError,
+    CallerBusyError,
+    Pace,
+    compute_retry,
+    compute_share,
+)
 from clowder_aimage.fleet.name import PRIORITIES
 
+# Times the number of jobs that may wait, however short the wait is estimated.
+_MOST = 4
+# Of the bound of the estimated wait, for one caller.
+_CALLER_SHARE = 0.75
 _Turn = asyncio.Future[None]
 _Key = tuple[str, str]
 
@@ -25,7 +36,8 @@ class FairQueue:
     """The jobs that wait, and the number of those that are on the queue, by model.
 
     ``window`` returns the number of jobs of a model that may be on the queue and not yet begun. At
-    most ``max_waiting`` jobs wait here; some of the places are not for the same caller.
+    most ``max_waiting`` jobs wait here; some of the places are not for the same caller. Further
+    jobs wait while the estimated wait is shorter than ``max_wait`` seconds.
     """
 
     def __init__(
@@ -33,7 +45,11 @@ class FairQueue:
         window: Callable[[str], int],
         max_waiting: int,
         clock: Callable[[], float] = time.monotonic,
+        max_wait: float = 0.0,
     ) -> None:
+        self._max_wait = max_wait
+        # The seconds from the begin of a job to that of the next one, while jobs wait
+        self._pace, self._last_begin = Pace(), clock()
         self._window, self._max_waiting, self._clock = window, max_waiting, clock
         # since when each job that no worker has begun is here; the first is the oldest
         self._since: dict[str, dict[object, float]] = {priority: {} for priority in PRIORITIES}
@@ -64,6 +80,8 @@ class FairQueue:
         Raises BusyError: too many jobs wait.
         """
         since, mark = self._since[priority], object()
+        if not any(self._since.values()):
+            self._last_begin = self._clock()
         since[mark] = self._clock()
         try:
             await self._wait((priority, model), caller)
@@ -72,17 +90,24 @@ class FairQueue:
             raise
         is_over = False
 
-        def begin() -> None:
+        def leave() -> None:
             nonlocal is_over
             if not is_over:
                 is_over = True
                 del since[mark]
                 self._leave_queue(model)
 
+        def begin() -> None:
+            if not is_over:
+                timestamp = self._clock()
+                self._pace.observe(timestamp - self._last_begin)
+                self._last_begin = timestamp
+            leave()
+
         try:
             yield begin
         finally:
-            begin()
+            leave()
 
     async def _wait(self, key: _Key, caller: str) -> None:
         turn: _Turn = asyncio.get_running_loop().create_future()
@@ -103,11 +128,25 @@ class FairQueue:
 
     def _check(self, caller: str) -> None:
         """Raise BusyError if too many jobs wait, of all callers or of this one."""
-        if self.waiting > self._max_waiting:
-            raise BusyError(self._max_waiting, 5)
-        count = sum(len(lines.get(caller, ())) for lines in self._waiting.values())
-        if count > self.share:
-            raise CallerBusyError(self.share, 5)
+        waiting, wait = self.waiting - 1, self.estimate_wait()
+        retry = compute_retry(wait, self._max_wait)
+        if waiting >= self._max_waiting and not self._may_wait(wait):
+            raise BusyError(waiting, retry, wait)
+        count = sum(len(lines.get(caller, ())) for lines in self._waiting.values()) - 1
+        if count >= self.share and not self._may_wait(wait, _CALLER_SHARE):
+            raise CallerBusyError(count, retry, wait)
+
+    def estimate_wait(self) -> float | None:
+        """Return the seconds until a job that came last begins; None if they are unknown."""
+        if self._pace.seconds is None:
+            return None
+        waiting = sum(map(len, self._since.values())) - 1
+        # Workers may have become slower, or have left
+        return waiting * max(self._pace.seconds, self._clock() - self._last_begin)
+
+    def _may_wait(self, wait: float | None, share: float = 1.0) -> bool:
+        most = max(MAX_WAITING, _MOST * self._max_waiting)
+        return wait is not None and wait < share * self._max_wait and self.waiting <= most
 
     def _remove(self, key: _Key, caller: str, turn: _Turn) -> None:
         lines = self._waiting.get(key, OrderedDict[str, deque[_Turn]]())

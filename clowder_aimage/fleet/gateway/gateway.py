@@ -90,7 +90,8 @@ class _AdmittedJob:
 class JobGateway:
     """Puts jobs on the queue and passes the responses on.
 
-    ``deadline`` is in seconds; ``most`` jobs wait in the queue of this gateway at most. ``bounds``
+    ``deadline`` is in seconds; ``most`` jobs may wait in the queue of this gateway, and further
+    ones while the estimated wait is shorter than ``max_wait`` seconds. ``bounds``
     are those of each caller. ``resolve`` returns the digest that a registry has for a name.
     """
 
@@ -102,13 +103,14 @@ class JobGateway:
         *,
         deadline: float = FOR_EVER,
         most: int = 1000,
+        max_wait: float = 0.0,
         bounds: CallerBounds | None = None,
         resolve: Callable[[Reference], Digest],
     ) -> None:
         self._link, self._watch, self._metrics = link, watch, metrics
         self._resolve = resolve
         self._deadline = None if deadline == FOR_EVER else deadline
-        self.queue = FairQueue(self.compute_window, most)
+        self.queue = FairQueue(self.compute_window, most, max_wait=max_wait)
         self._jobs = JobQueue(link, watch.workers.has, (bounds or CallerBounds()).body_bytes)
         self._discarding = set[asyncio.Task[None]]()
 

@@ -6,7 +6,7 @@ from pydantic import Field
 
 from clowder_aimage.engine.admission import FOR_EVER
 from clowder_aimage.engine.endpoint import DEFAULT_HOST
-from clowder_aimage.engine.settings import CallerSettings, Limit, Origins, Size
+from clowder_aimage.engine.settings import CallerSettings, Limit, Origins, Seconds, Size
 
 
 class GatewaySettings(CallerSettings):
@@ -21,4 +21,5 @@ class GatewaySettings(CallerSettings):
     # The stream of files has 2 GiB by default
     caller_bytes: Size = 512 << 20
     queue: int = Field(default=1000, ge=0)
+    max_wait: Seconds = 30.0
     deadline: Limit = FOR_EVER
