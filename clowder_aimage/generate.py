@@ -148,8 +148,9 @@ class RunnableModel:
             return [*warnings, *self.pipeline.list_warnings(request)]
 
     def prepare(self, request: GenerateRequest) -> None:
-        """Encode the texts of the next request. Raises as ``generate`` does."""
+        """Check the next request, and encode its texts. Raises as ``check``."""
         with self._use_adapters(request):
+            self._check(request)
             self.pipeline.prepare(request)
 
     @contextmanager

@@ -59,6 +59,7 @@ from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import StoredAImage
 from clowder_aimage.model.ability import PIPELINES, Ability
 from clowder_aimage.model.pipeline import Step
+from clowder_aimage.model.request_check import check_unloaded
 from clowder_aimage.model.runnable import read_model
 from clowder_aimage.model.stored_ability import find_ability
 from clowder_aimage.model.text.language_model import (
@@ -335,6 +336,9 @@ class Engine:
             ability = await run_generation(find_ability, self.store, digest, stored.aimage)
             ability.check(request.reference)
             _check_capability(ability, parameters)
+            if isinstance(parameters, GenerateRequest):
+                check = partial(check_unloaded, self.store, stored, parameters)
+                await run_generation(check, self.limits.lora_dir)
             await self._find_enhancer()
         while True:
             try:

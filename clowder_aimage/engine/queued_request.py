@@ -38,10 +38,7 @@ _HINTS = {
 
 @dataclass(frozen=True, slots=True)
 class ModelKey:
-    """What is loaded once: a manifest, or the networks of all AImages with the same base.
-
-    Models of two backends are two models.
-    """
+    """The key of a loaded model: a manifest, or the base that AImages share, with its backend."""
 
     digest: Digest
     backend: str = ""

@@ -43,6 +43,7 @@ from clowder_aimage.fleet.job.run import (
 from clowder_aimage.fleet.link import LOST, FleetLink
 from clowder_aimage.fleet.name import GATEWAY, OPERATOR
 from clowder_aimage.fleet.placement import Placement, SlotCounter
+from clowder_aimage.fleet.recent_rate import RecentRate
 from clowder_aimage.fleet.signature import SignedMessage
 from clowder_aimage.fleet.store_view import StoreView
 from clowder_aimage.fleet.ticket import JobTicket
@@ -109,7 +110,7 @@ class JoinedWorker(Role):
         self._refused: dict[str, float] = {}
         self._swept = self._reported = 0.0
         self._last_published: object = None
-        self._started_at = time.monotonic()
+        self._rate = RecentRate()
         self.done = self.failed = 0
         self.takes_jobs = True
         service.fleet = self._link
@@ -282,7 +283,9 @@ class JoinedWorker(Role):
                 # Else it was delivered again meanwhile.
                 if self._runs.get(job.id) is run:
                     del self._runs[job.id]
-            self.done += outcome == DONE
+            if outcome == DONE:
+                self.done += 1
+                self._rate.record()
             self.failed += outcome == GIVEN_UP
             if outcome == GIVEN_BACK and workers.on_disk_elsewhere(digest, self._identity.id):
                 self._choice.leave(key, time.monotonic())
@@ -430,7 +433,6 @@ class JoinedWorker(Role):
 
     def _build_status(self) -> WorkerStatus:
         settings = self._service.settings
-        minutes = max(1.0, time.monotonic() - self._started_at) / 60
         return WorkerStatus(
             id=self._identity.id,
             version=__version__,
@@ -449,7 +451,7 @@ class JoinedWorker(Role):
             is_draining=not self.takes_jobs,
             done=self.done,
             failed=self.failed,
-            rate=round(self.done / minutes, 2),
+            rate=round(self._rate.compute_per_minute(), 2),
         )
 
     async def _publish_status(self) -> None:

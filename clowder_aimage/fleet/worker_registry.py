@@ -64,7 +64,7 @@ class WorkerStatus:
     ``models`` are the digests of complete models by name, ``kinds`` the kinds of digests ("image",
     "text" or "embedder"), ``loaded`` the digests in memory, ``at_work`` those that jobs use or
     load. ``slots`` jobs run at once; ``jobs`` are the ids of those that it serves. ``rate`` is jobs
-    per minute.
+    per minute, in the last five minutes.
     """
 
     __pydantic_config__ = STRICT

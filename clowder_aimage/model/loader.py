@@ -46,29 +46,35 @@ def load_pipeline(
     from clowder_aimage.model.flow.networks import FlowNetworks
     from clowder_aimage.model.flow.pipeline import FlowPipeline
 
+    source, kind = (store, aimage), _find_kind(store, aimage)
+    if choose_library(backend, tuning) == MLX:
+        components, kinds = _open_mlx(kind, source, dtype, keep_quantized)
+    else:
+        components, kinds = _open_torch(kind, source, dtype, tuning)
+    family = read_family(store, aimage)
+    if request is not None:
+        family.sides.check(request)
+    return FlowPipeline(family, FlowNetworks(components, kinds, family))
+
+
+def _find_kind(store: BlobFiles, aimage: AImage) -> str:
+    """Return the family of a model. Raises ModelError, FormatError, AccessError."""
     name = read_object(store, aimage, "model_index.json").get("_class_name")
     if name not in PIPELINES:
         raise ModelError(
             f"unsupported pipeline in model_index.json: {name!r:.80}",
             hint=f"supported: {', '.join(PIPELINES)}",
         )
-    source, kind = (store, aimage), PIPELINES[name]
-    if choose_library(backend, tuning) == MLX:
-        components, kinds = _open_mlx(kind, source, dtype, keep_quantized)
-    else:
-        components, kinds = _open_torch(kind, source, dtype, tuning)
-    family = _read_family(kind, store, aimage)
-    if request is not None:
-        family.sides.check(request)
-    return FlowPipeline(family, FlowNetworks(components, kinds, family))
+    return PIPELINES[name]
 
 
-def _read_family(kind: str, store: BlobFiles, aimage: AImage) -> FlowFamily:
+def read_family(store: BlobFiles, aimage: AImage) -> FlowFamily:
+    """Return a model's configurations, without its weights. Raises as ``load_pipeline``."""
     from clowder_aimage.model.flux2.family import Flux2
     from clowder_aimage.model.zimage.family import ZImage
 
     families: dict[str, type[ZImage | Flux2]] = {Z_IMAGE: ZImage, FLUX2: Flux2}
-    return families[kind].read(store, aimage)
+    return families[_find_kind(store, aimage)].read(store, aimage)
 
 
 def _open_mlx(

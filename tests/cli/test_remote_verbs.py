@@ -340,6 +340,17 @@ def in_seconds(count: int) -> str:
     return (datetime.now(UTC) + timedelta(seconds=count)).isoformat()
 
 
+def test_ps_lists_the_names_that_a_model_serves(at: Callable[[ScriptedWorker], Aimage]) -> None:
+    loaded = [TINY | {"variants": ["soft:latest", "strong:latest"]}, TINY | {"variants": 3}]
+    with ScriptedWorker(lambda _: says({"models": loaded})).running() as worker:
+        here = at(worker)
+        head, first, second = here("ps").out.splitlines()
+        value = here("ps", "--json").value
+    assert head.split()[-1] == "VARIANTS"
+    assert first.endswith("soft:latest, strong:latest") and second.split()[-1] == "-"
+    assert [row["variants"] for row in value] == [["soft:latest", "strong:latest"], []]
+
+
 def test_ps_lists_loaded_models(at: Callable[[ScriptedWorker], Aimage]) -> None:
     loaded = [
         TINY | {"device": "cpu (openblas)", "expires_at": in_seconds(90)},
@@ -366,6 +377,7 @@ def test_ps_lists_loaded_models(at: Callable[[ScriptedWorker], Aimage]) -> None:
         "size": 1_200_000,
         "device": "cpu (openblas)",
         "adapters": [],
+        "variants": [],
         "until": loaded[0]["expires_at"],
     }
     assert [row["until"] for row in value[1:3]] == [None, None]

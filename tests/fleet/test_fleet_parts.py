@@ -51,6 +51,7 @@ from clowder_aimage.fleet.key import SIGNER, FleetKey, decode_public_key
 from clowder_aimage.fleet.link import FleetAccess, FleetLink
 from clowder_aimage.fleet.name import BATCH, GATEWAY, INTERACTIVE, FleetNames
 from clowder_aimage.fleet.placement import DemandStats, Placement, SlotCounter
+from clowder_aimage.fleet.recent_rate import RecentRate
 from clowder_aimage.fleet.stream import FleetShape
 from clowder_aimage.fleet.ticket import Admission, JobTicket
 from clowder_aimage.fleet.worker_registry import WorkerRegistry, WorkerStatus, WorkerWatch
@@ -610,6 +611,30 @@ def test_jobs_that_no_worker_takes_hold_up_no_other_model() -> None:
         assert not line.queued and not line._waiting
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("ends", "time", "rate"),
+    [
+        ([], 500.0, 0.0),
+        # Less than a minute after the start
+        ([101.0, 101.5], 102.0, 2.0),
+        ([110.0] * 4, 220.0, 2.0),
+        # The last five minutes of many hours
+        ([110.0] * 100 + [9900.0] * 10, 10_000.0, 2.0),
+        ([9699.0, 9701.0], 10_000.0, 0.2),
+        ([9699.0], 10_000.0, 0.0),
+    ],
+)
+def test_the_rate_of_jobs_is_that_of_the_last_minutes(
+    ends: list[float], time: float, rate: float
+) -> None:
+    now = 100.0
+    jobs = RecentRate(lambda: now)
+    for now in ends:  # noqa: B007 - the clock
+        jobs.record()
+    now = time
+    assert jobs.compute_per_minute() == pytest.approx(rate)
 
 
 def test_a_window_is_that_of_the_workers_that_may_have_the_model() -> None:

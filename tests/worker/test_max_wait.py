@@ -39,15 +39,15 @@ class TimedRunner(FakeRunner):
         super().__init__()
         self.runners.append(self)
 
-    async def generate(self, name: str, manifest: object, request: Any, *rest: Any) -> None:
-        *others, on_event = rest
-
+    async def generate(
+        self, _: str, manifest: object, request: Any, encoding: object, on_event: Any
+    ) -> None:
         def pass_time(event: Event) -> None:
             if isinstance(event, Step):
                 self.clock.seconds += 1.0
             on_event(event)
 
-        await super().generate(name, manifest, request, *others, pass_time)
+        await super().generate(_, manifest, request, encoding, pass_time)
 
 
 @pytest.fixture(scope="module")

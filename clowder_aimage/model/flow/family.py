@@ -128,3 +128,9 @@ def check_channels(text_encoder: int, required: int, vae: int, latents: int, col
         raise ModelError(f"the vae has {vae} latent channels, the transformer requires {latents}")
     if colours != 3:
         raise ModelError(f"the vae has {colours} output channels, pictures have 3")
+
+
+def check_by_family(family: FlowFamily, request: GenerateRequest) -> None:
+    """Reject sides and features that a family does not have. Raises UsageError."""
+    family.sides.check(request)
+    family.refuse(request)

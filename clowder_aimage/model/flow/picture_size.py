@@ -35,32 +35,25 @@ class Sides:
                 )
 
 
-def check_request(
+def check_arrays(
     request: GenerateRequest,
     sides: Sides,
     needs: Callable[[int, int], int],
     limit: int | None,
 ) -> None:
-    """Reject a request for pictures that are too large. Raises UsageError with the bound.
+    """Reject a request for pictures whose arrays are too large. Raises UsageError with the bound.
 
     ``needs`` returns the least bytes for a width and a height; ``limit`` bounds them.
     """
-    sides.check(request)
-    if limit is not None:
-        _check_arrays(request, sides.multiple, needs, limit)
-
-
-def _check_arrays(
-    request: GenerateRequest, multiple: int, needs: Callable[[int, int], int], limit: int
-) -> None:
-    """Reject a picture with arrays that are too large."""
+    if limit is None:
+        return
     # MLX raises no error on a failed allocation: it ends the process
     width, height = request.sampling.width, request.sampling.height
     if (needed := needs(width, height)) <= limit:
         return
-    side = math.isqrt(width * height) // multiple * multiple
+    side = math.isqrt(width * height) // sides.multiple * sides.multiple
     while side and needs(side, side) > limit:
-        side -= multiple
+        side -= sides.multiple
     example = f", such as {side}x{side}" if side else ""
     raise UsageError(
         f"width {width} and height {height} are too large for this machine: "

@@ -17,11 +17,11 @@ from clowder_aimage.generation.request import GenerateRequest, compute_first_ste
 from clowder_aimage.model.flow.array_library import ArrayLibrary, Floats
 from clowder_aimage.model.flow.conditioning import Conditioning
 from clowder_aimage.model.flow.denoiser import Denoiser
-from clowder_aimage.model.flow.family import FlowFamily, list_texts
+from clowder_aimage.model.flow.family import FlowFamily, check_by_family, list_texts
 from clowder_aimage.model.flow.memory_budget import Module, Stage
 from clowder_aimage.model.flow.networks import FlowNetworks
 from clowder_aimage.model.flow.picture_encoder import PictureEncoder
-from clowder_aimage.model.flow.picture_size import check_request
+from clowder_aimage.model.flow.picture_size import check_arrays
 from clowder_aimage.model.flow.picture_start import find_painted_cells
 from clowder_aimage.model.flow.prompt_encoder import PromptEncoder
 from clowder_aimage.model.flow.scheduler import Schedule
@@ -137,8 +137,8 @@ class FlowPipeline:
         """
         family, budget = self.family, self.networks.budget
         needs = partial(estimate_least_memory, family, self.networks)
-        check_request(request, family.sides, needs, budget.total)
-        family.refuse(request)
+        check_by_family(family, request)
+        check_arrays(request, family.sides, needs, budget.total)
         for text in list_texts(family, request):
             self.prompts.tokenize(text)
         if pictures is not None and pictures.mask is not None:
