@@ -34,7 +34,6 @@ def lora_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("parameters", "error", "text"),
     [
         ({"width": 33}, UsageError, "width must be a multiple of 16"),
-        ({"height": 8192}, UsageError, "height must be at most"),
         ({"references": ("sha256:" + "0" * 64,)}, UsageError, "does not see reference pictures"),
         ({"loras": (LoraUse("wide"),)}, FormatError, "64"),
         ({"loras": (LoraUse("absent"),)}, NotFoundError, "absent"),
