@@ -102,18 +102,36 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Generator[None, object, object]:
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
     """Keep Python's collector of garbage away from the collected tests.
 
     They are a million objects, which live until the end: each full collection would take a second.
     """
     gc.disable()
+    _rotate(session.config)
     try:
         return (yield)
     finally:
         gc.collect()
         gc.freeze()
         gc.enable()
+
+
+def _rotate(config: pytest.Config) -> None:
+    """Begin a whole collection with another directory in each worker.
+
+    The first import of a test module compiles it: workers in step would all compile all modules.
+    """
+    worker = getattr(config, "workerinput", None)
+    if worker is None or config.args != config.getini("testpaths"):
+        return
+    entries = [
+        path
+        for path in sorted((ROOT / "tests").iterdir())
+        if path.name.startswith("test_") or (path.is_dir() and path.name[0] not in "._")
+    ]
+    begin = int(worker["workerid"].removeprefix("gw")) * len(entries) // worker["workercount"]
+    config.args = [str(path) for path in (*entries[begin:], *entries[:begin])]
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are deselected by their marks
@@ -124,7 +142,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.integration)
         if reason := QUARANTINE.get(item.nodeid.partition("[")[0]):
             item.add_marker(pytest.mark.quarantine(reason))
-    items.sort(key=lambda item: not item.nodeid.startswith(_LONG))
+    # Workers collect in different orders, and must agree on one.
+    items.sort(key=lambda item: (not item.nodeid.startswith(_LONG), item.path))
 
 
 def pytest_report_header() -> str:

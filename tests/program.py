@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import sys
@@ -24,6 +25,16 @@ def find_program(name: str) -> str:
         return str(beside)
     path = None if is_fast else shutil.which(name)
     return path or lack(f"{name} is not installed")
+
+
+def need_package(name: str) -> None:
+    """Skip the test, or the module that is imported, without a package.
+
+    Unlike ``pytest.importorskip`` it imports only parents: mlx_lm takes two seconds, and each
+    process of the tests imports each module.
+    """
+    if importlib.util.find_spec(name) is None:
+        pytest.skip(f"{name} is not installed", allow_module_level=True)
 
 
 def lack(message: str) -> NoReturn:

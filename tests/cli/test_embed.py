@@ -10,13 +10,14 @@ import pytest
 
 from tests.cli.test_remote_verbs import at
 from tests.process import Aimage
+from tests.program import need_package
 from tests.scripted_worker import Asked, Says, ScriptedWorker, says
 from tests.text.test_ability import change, write_gguf
 from tests.text.tiny_encoder import WIDTH, write_encoder, write_json
 from tests.text.tiny_text import write_model
 
 __all__ = ["at"]
-pytest.importorskip("mlx_lm", reason="mlx-lm is not installed")
+need_package("mlx_lm")
 PROMPTS = {"prompts": {"query": "the red: "}}
 
 

@@ -21,6 +21,7 @@ from clowder_aimage.model.text.language_model import (
 )
 from tests.cli.test_remote_verbs import at
 from tests.process import PROGRAM, Aimage, spawn_at
+from tests.program import need_package
 from tests.scripted_worker import Asked, Says, ScriptedWorker, says
 from tests.text.fake_model import Answer, FakeModel
 from tests.text.tiny_text import write_model
@@ -165,7 +166,7 @@ def test_warnings_of_a_model_are_printed_once(talker: Talker, typed: Typed) -> N
 def test_packing_a_model_that_cannot_run_is_a_warning(
     aimage: Callable[..., Aimage], tmp_path: Path
 ) -> None:
-    pytest.importorskip("mlx_lm", reason="mlx-lm is not installed")
+    need_package("mlx_lm")
     model = write_model(tmp_path / "m", model_type="unheard")
     said = aimage()("create", "-q", "x", model)
     assert said.out.startswith("sha256:")

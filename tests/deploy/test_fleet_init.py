@@ -16,10 +16,10 @@ from tests.deploy.written import DEPLOY, compose
 from tests.fleet.fleet_run import Nats
 from tests.process import run
 
+pytestmark = pytest.mark.integration
 PLACES = ("aimage-fleet", "aimage-gateway", "aimage-worker")
 
 
-@pytest.mark.integration
 def test_fleet_init_gives_each_container_its_keys(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,11 +20,12 @@ from clowder_aimage.model.stored_ability import find_ability
 from clowder_aimage.oci import Reference
 from tests.conftest import TINY
 from tests.importer.formats_gguf import LLAMA, UINT32, WEIGHTS, gguf
+from tests.program import need_package
 from tests.text.tiny_encoder import write_encoder, write_json
 from tests.text.tiny_text import add_pooling, write_model
 
 pytest.importorskip("jinja2", reason="jinja2 is not installed")
-pytest.importorskip("mlx_lm", reason="mlx-lm is not installed")
+need_package("mlx_lm")
 
 
 def pack(root: Path, source: Path) -> Ability:

@@ -36,6 +36,7 @@ from clowder_aimage.model.text.language_model import (
 )
 from clowder_aimage.model.text.runtime import find_runtime
 from clowder_aimage.oci import Reference
+from tests.program import need_package
 from tests.text.tiny_text import write_model
 from tests.wait import until_async
 from tests.worker.engine_runs import NAME, played, sample, stocked
@@ -193,7 +194,7 @@ def test_twenty_clients_of_a_real_model_are_served_in_turns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """None falls behind, the 21st waits, and each has the text that it would have alone."""
-    pytest.importorskip("mlx_lm", reason="mlx-lm is not installed")
+    need_package("mlx_lm")
     monkeypatch.setattr(runner, "_COMMAND", REAL)
     monkeypatch.setattr(engine, "find_runtime", find_runtime)
     own, length = LayeredStore([tmp_path / "store"]), 90

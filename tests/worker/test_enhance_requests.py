@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import pytest
 
-pytest.importorskip("mlx_lm", reason="mlx-lm is not installed")
 pytest.importorskip("aiohttp", reason="aiohttp is not installed")
 
 from clowder_aimage.api.text.enhance_field import EnhanceFields, PromptEnhancer
@@ -20,7 +19,10 @@ from clowder_aimage.model.text.enhancement import INSTRUCTION
 from clowder_aimage.oci import Reference
 from tests.conftest import TINY
 from tests.process import Aimage
+from tests.program import need_package
 from tests.worker.conftest import LocalWorker, answer_to
+
+need_package("mlx_lm")
 
 ENHANCER = Path(__file__).parents[2] / "examples" / "shapes" / "enhancer"
 OPENAI, OLLAMA = "/v1/images/generations", "/api/generate"

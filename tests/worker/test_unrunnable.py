@@ -9,16 +9,18 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("mlx_lm", reason="mlx-lm is not installed")
 pytest.importorskip("aiohttp", reason="aiohttp is not installed")
 
 from tests.importer.formats_gguf import UINT32, WEIGHTS
 from tests.process import Aimage
+from tests.program import need_package
 from tests.text.test_ability import change, write_gguf
 from tests.text.tiny_encoder import write_encoder
 from tests.text.tiny_text import write_model
 from tests.worker.conftest import LocalWorker, answer_to
 from tests.worker.text_worker import scripted_worker
+
+need_package("mlx_lm")
 
 MODERN = "no network of the type 'modernbert'; convert it to GGUF"
 VOCABULARY = "it has a vocabulary and no weights"

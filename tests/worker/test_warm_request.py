@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 pytest.importorskip("mlx.core", reason="mlx is not installed")
-pytest.importorskip("mlx_lm", reason="mlx-lm is not installed")
 pytest.importorskip("aiohttp", reason="aiohttp is not installed")
 
 from clowder_aimage.create import create
@@ -21,8 +20,11 @@ from clowder_aimage.layout.layered_store import LayeredStore
 from clowder_aimage.oci import Reference
 from tests.conftest import TINY
 from tests.process import Aimage
+from tests.program import need_package
 from tests.text.tiny_text import write_model
 from tests.worker.conftest import LocalWorker, answer_to
+
+need_package("mlx_lm")
 
 PICTURES, CHAT = "/v1/images/generations", "/v1/chat/completions"
 DRAW = {"model": "tiny", "prompt": "a dog", "size": "32x32", "steps": 1, "seed": 1}
