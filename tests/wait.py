@@ -12,20 +12,24 @@ T = TypeVar("T")
 
 # Seconds after which a test fails; many times what a busy machine needs
 PATIENCE = 120.0
+# Seconds between looks: the first, and the longest. A look is often a request, which takes time of
+# the processor that others wait for.
+FIRST_PAUSE, LONGEST_PAUSE = 0.01, 0.1
 
 
 def until(condition: Callable[[], T | None], what: str = "the condition") -> T:
     """Poll until ``condition()`` is true, and return its value; fail if it never is."""
-    end = time.monotonic() + PATIENCE
+    end, pause = time.monotonic() + PATIENCE, FIRST_PAUSE
     while not (value := condition()):
         assert time.monotonic() < end, f"{what} never came true; last value: {value!r}"
-        time.sleep(0.01)
+        time.sleep(pause)
+        pause = min(1.5 * pause, LONGEST_PAUSE)
     return value
 
 
 async def until_async(condition: Callable[[], object], what: str = "the condition") -> Any:
     """Poll like ``until`` in an event loop; ``condition`` may be a coroutine function."""
-    end = time.monotonic() + PATIENCE
+    end, pause = time.monotonic() + PATIENCE, FIRST_PAUSE
     while True:
         value = condition()
         if inspect.isawaitable(value):
@@ -33,4 +37,5 @@ async def until_async(condition: Callable[[], object], what: str = "the conditio
         if value:
             return value
         assert time.monotonic() < end, f"{what} never came true; last value: {value!r}"
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(pause)
+        pause = min(1.5 * pause, LONGEST_PAUSE)

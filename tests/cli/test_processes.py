@@ -10,6 +10,8 @@ import pytest
 from clowder_aimage.cli.main import VERBS, cli
 from tests.process import Aimage
 
+pytestmark = pytest.mark.integration
+
 # verb: arguments and exit code, in an empty store, where they are not those of ``call_of``
 CALLS = {
     "create": ("x missing", 3),

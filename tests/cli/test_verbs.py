@@ -21,8 +21,8 @@ def test_stdout_is_only_the_digest(aimage: Callable[..., Aimage], tiny: Path) ->
 
 def test_quiet_prints_nothing(aimage: Callable[..., Aimage], tiny: Path) -> None:
     here = aimage()
-    assert here("create", "x", tiny, "-q").err == ""
-    assert here("-q", "create", "y", tiny).err == ""
+    assert here("create", "x", tiny, "--whole-files", "-q").err == ""
+    assert here("-q", "create", "y", tiny, "--whole-files").err == ""
 
 
 def test_common_options_are_accepted_before_and_after_the_verb(
@@ -30,7 +30,7 @@ def test_common_options_are_accepted_before_and_after_the_verb(
 ) -> None:
     here = aimage()
     elsewhere = here.home / "elsewhere"
-    here("--store", elsewhere, "create", "x", tiny)
+    here("--store", elsewhere, "create", "x", tiny, "--whole-files")
     assert not here.store.exists()
     for arguments in (
         ("--json", "--store", elsewhere, "ls"),
@@ -46,7 +46,7 @@ def test_the_default_store_is_the_platform_s_data_directory(
 ) -> None:
     here = aimage()
     here.environment["AIMAGE_STORE"] = ""
-    here("create", "x", tiny)
+    here("create", "x", tiny, "--whole-files")
     assert (here.home / "data" / "aimage" / "index.json").is_file()
 
 
@@ -62,15 +62,21 @@ def test_create_defaults_to_the_current_directory(
 
 def test_the_created_time_is_only_set_when_given(aimage: Callable[..., Aimage], tiny: Path) -> None:
     here = aimage()
-    plain = here("create", "x", tiny).line
+    plain = here("create", "x", tiny, "--whole-files").line
     here.environment["SOURCE_DATE_EPOCH"] = "1700000000"
-    dated = here("create", "x", tiny).line
+    dated = here("create", "x", tiny, "--whole-files").line
     assert here("show", "x", "--json").value["config"]["created"] == "2023-11-14T22:13:20Z"
     del here.environment["SOURCE_DATE_EPOCH"]
-    assert here("create", "x", tiny, "--created", "2023-11-14T23:13:20+01:00").line == dated
-    assert here("create", "x", tiny).line == plain != dated
+    assert (
+        here("create", "x", tiny, "--whole-files", "--created", "2023-11-14T23:13:20+01:00").line
+        == dated
+    )
+    assert here("create", "x", tiny, "--whole-files").line == plain != dated
     for nonsense in ("yesterday", "2023-11-14T22:13:20", "2023"):
-        assert "--created" in here("create", "x", tiny, "--created", nonsense, code=2).err
+        assert (
+            "--created"
+            in here("create", "x", tiny, "--whole-files", "--created", nonsense, code=2).err
+        )
 
 
 def test_create_stores_license_source_and_defaults(
@@ -103,7 +109,7 @@ def test_show_prints_a_model(aimage: Callable[..., Aimage], tiny: Path) -> None:
 def test_ls_tag_and_rm(aimage: Callable[..., Aimage], tiny: Path) -> None:
     here = aimage()
     assert here("ls", "--json").value == []
-    digest = here("create", "x", tiny).line
+    digest = here("create", "x", tiny, "--whole-files").line
     assert here("tag", "x", "localhost:5000/team/x:v1").line == digest
     names = [row["reference"] for row in here("ls", "--json").value]
     assert names == ["localhost:5000/team/x:v1", "x:latest"]
@@ -115,7 +121,7 @@ def test_ls_tag_and_rm(aimage: Callable[..., Aimage], tiny: Path) -> None:
 
 def test_run_writes_images(aimage: Callable[..., Aimage], tiny: Path) -> None:
     here = aimage()
-    here("create", "team/x:v2", tiny)
+    here("create", "team/x:v2", tiny, "--whole-files")
     done = here("run", "team/x:v2", "a fox", "--seed", 5, "--steps", 1, "-n", 2, "--json")
     paths = [picture["path"] for picture in done.value["pictures"]]
     assert "loading 1." in done.err

@@ -38,7 +38,7 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     process = Aimage(home, home / "served").start(*words, is_shared=True)
     assert process.stdout is not None
     found = process.stdout.readline().strip().removeprefix("http://")
-    here("create", f"{found}/team/x:v1", TINY)
+    here("create", f"{found}/team/x:v1", TINY, "--whole-files")
     here("push", f"{found}/team/x:v1")
     yield found
     process.terminate()

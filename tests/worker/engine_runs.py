@@ -18,6 +18,7 @@ from clowder_aimage.engine.metric import Metrics
 from clowder_aimage.engine.transfer_queue import TransferQueue
 from clowder_aimage.generation.request import GenerateRequest
 from clowder_aimage.importer import Provenance
+from clowder_aimage.importer.model_source import ModelForm
 from clowder_aimage.layout.layered_store import LayeredStore
 from clowder_aimage.model.pipeline import Step
 from clowder_aimage.oci import Reference
@@ -31,8 +32,10 @@ NAME = Reference.parse("tiny")
 def stocked(root: Path) -> LayeredStore:
     """Return a store with two models of different digests, ``tiny`` and ``other``."""
     store = LayeredStore([root])
-    create(store, NAME, TINY)
-    create(store, Reference.parse("other"), TINY, provenance=Provenance(source="elsewhere"))
+    few = ModelForm(whole_files=True)
+    create(store, NAME, TINY, form=few)
+    other = Provenance(source="elsewhere")
+    create(store, Reference.parse("other"), TINY, form=few, provenance=other)
     return store
 
 

@@ -387,12 +387,15 @@ def test_no_line_is_parsed_where_requests_wait(
     play(scene())
 
 
-LARGE_LINES = {
-    "values": b'{"custom_id":"%d","url":"/v1/completions","body":{"a":['
-    + b"[]," * 100_000
-    + b"[]]}}",
-    "bytes": b'{"custom_id":"%d","url":"/v1/completions","body":{"a":"' + b"x" * MAX_LINE + b'"}}',
-    "bytes of no line": b"x" * (MAX_LINE + 1),
+# Functions: each process of the tests imports this module.
+LARGE_LINES: dict[str, Callable[[], bytes]] = {
+    "values": lambda: (
+        b'{"custom_id":"%d","url":"/v1/completions","body":{"a":[' + b"[]," * 100_000 + b"[]]}}"
+    ),
+    "bytes": lambda: (
+        b'{"custom_id":"%d","url":"/v1/completions","body":{"a":"' + b"x" * MAX_LINE + b'"}}'
+    ),
+    "bytes of no line": lambda: b"x" * (MAX_LINE + 1),
 }
 
 
@@ -403,7 +406,7 @@ def test_a_large_line_fails_the_batch(tmp_path: Path, kind: str) -> None:
         name = await add(store, "a")
         record, revision = (await store.read("", name)) or ({}, 0)
         writer = FileWriter(store)
-        await writer.write(b"\n\n".join([LARGE_LINES[kind]] * 2))
+        await writer.write(b"\n\n".join([LARGE_LINES[kind]()] * 2))
         await writer.end("in.jsonl", "")
         await store.write(name, record | {"pieces": writer.chunks}, revision)
         server = ScriptedApp(lambda _: (200, b"{}"))

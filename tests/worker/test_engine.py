@@ -91,6 +91,7 @@ def test_a_request_yields_queue_step_and_image_events(
     assert image.pixels.tobytes() == pixels.tobytes()
 
 
+@pytest.mark.integration
 def test_a_killed_process_fails_its_request_and_is_started_again(
     stocked_store: LayeredStore,
 ) -> None:
@@ -116,6 +117,7 @@ def test_a_killed_process_fails_its_request_and_is_started_again(
         assert isinstance(events[-1], ImageEvent)
 
 
+@pytest.mark.integration
 def test_a_tag_moved_during_a_load_does_not_affect_earlier_requests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -164,6 +166,7 @@ def awaited(condition: Any) -> Answer | None:
     return None
 
 
+@pytest.mark.integration
 def test_a_model_is_loaded_while_it_is_pulled(tmp_path: Path, model: ModelScript) -> None:
     before = children()
     model.answers[model.last("transformer")] = lambda: awaited(lambda: children() - before)
@@ -181,6 +184,7 @@ def test_a_model_is_loaded_while_it_is_pulled(tmp_path: Path, model: ModelScript
     assert early[-1].data == later[-1].data
 
 
+@pytest.mark.integration
 def test_a_cancelled_request_leaves_the_pull_and_the_model_to_others(
     tmp_path: Path, model: ModelScript
 ) -> None:
@@ -200,6 +204,7 @@ def test_a_cancelled_request_leaves_the_pull_and_the_model_to_others(
 
 
 @pytest.mark.parametrize("is_loaded", [False, True])
+@pytest.mark.integration
 def test_a_failed_pull_ends_the_process_that_was_loaded_for_it(
     tmp_path: Path, model: ModelScript, is_loaded: bool
 ) -> None:

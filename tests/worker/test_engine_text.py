@@ -255,6 +255,7 @@ def test_a_client_that_leaves_ends_only_its_own_text(stocked_store: LayeredStore
     assert played(stocked_store, play, parallel=2) == "slow " * 50
 
 
+@pytest.mark.integration
 def test_a_crash_is_an_error_of_that_request_alone(stocked_store: LayeredStore) -> None:
     """The others go on in the next process."""
     rich = asked("hm " + "slow " * 8 + "call end", alternatives=1)
@@ -288,6 +289,7 @@ ENDS = {
 
 
 @pytest.mark.parametrize(("texts", "counts", "answered"), ENDS.values(), ids=ENDS)
+@pytest.mark.integration
 def test_a_text_is_begun_again_once_and_never_if_its_process_was_killed_for_it(
     stocked_store: LayeredStore,
     tmp_path: Path,

@@ -35,7 +35,7 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalWorker]:
     home = tmp_path_factory.mktemp("enhance")
     here = Aimage(home, home / "store")
     here("create", "-q", "enhancer", ENHANCER)
-    here("create", "-q", "tiny", TINY)
+    here("create", "-q", "tiny", TINY, "--whole-files")
     found = LocalWorker(here)
     try:
         yield found

@@ -287,6 +287,7 @@ def spoil_text_encoder(store: Path) -> None:
         (("--memory", "1GB", "--max-models", "20"), True),
     ],
 )
+@pytest.mark.integration
 def test_the_text_encoder_is_released_according_to_the_settings(
     own: Aimage, options: tuple[str, ...], stays: bool
 ) -> None:

@@ -29,7 +29,7 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalWorker]:
     home = tmp_path_factory.mktemp("words")
     here = Aimage(home, home / "store")
     add_models(here, home)
-    here("create", "-q", "tiny", TINY)
+    here("create", "-q", "tiny", TINY, "--whole-files")
     with scripted_worker(here, "--default-model", "words") as found:
         yield found
 

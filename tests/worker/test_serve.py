@@ -136,6 +136,7 @@ def test_an_address_in_use_names_the_program_that_answers(answer: Answer, name: 
         listen(other.host, has_tokens=False)
 
 
+@pytest.mark.integration
 def test_the_metrics_have_an_address_of_their_own_without_a_token(
     worker: LocalWorker, tmp_path: Path
 ) -> None:
@@ -359,6 +360,7 @@ def test_logged_tracebacks_contain_no_variables(kind: str, monkeypatch: pytest.M
 # -- systemd
 
 
+@pytest.mark.integration
 def test_a_quiet_worker_notifies_systemd_and_writes_nothing(
     worker: LocalWorker, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -416,6 +418,7 @@ def activated(
     )
 
 
+@pytest.mark.integration
 def test_a_socket_passed_by_systemd_is_served(worker: LocalWorker) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         process = activated(worker, listening)

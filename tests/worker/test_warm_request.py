@@ -7,6 +7,7 @@ import os
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,21 +21,22 @@ from clowder_aimage.layout.layered_store import LayeredStore
 from clowder_aimage.oci import Reference
 from tests.conftest import TINY
 from tests.process import Aimage
-from tests.program import need_package
+from tests.store import copy_store
 from tests.text.tiny_text import write_model
 from tests.worker.conftest import LocalWorker, answer_to
-
-need_package("mlx_lm")
+from tests.worker.text_worker import scripted_worker
 
 PICTURES, CHAT = "/v1/images/generations", "/v1/chat/completions"
 DRAW = {"model": "tiny", "prompt": "a dog", "size": "32x32", "steps": 1, "seed": 1}
 DRAW_HERE = {"model": "tiny", "prompt": "a dog", "width": 32, "height": 32, "steps": 1}
 SAID = {"model": "words", "messages": [{"role": "user", "content": "one two"}]}
-WARM: dict[str, tuple[str, dict[str, Any]]] = {
+PICTURE_REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
     "picture": (PICTURES, DRAW),
     "stream of a picture": (PICTURES, DRAW | {"stream": True}),
     "picture by ollama": ("/api/generate", DRAW_HERE),
     "load by ollama": ("/api/generate", {"model": "tiny"}),
+}
+TEXT_REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
     "chat": (CHAT, SAID),
     "two chats": (CHAT, SAID | {"n": 2}),
     "text": ("/v1/completions", {"model": "words", "prompt": "one two"}),
@@ -44,14 +46,22 @@ WARM: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.fixture(scope="module")
-def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalWorker]:
-    home = tmp_path_factory.mktemp("warm")
-    here = Aimage(home, home / "store")
-    here("create", "-q", "words", write_model(home / "words"))
-    here("create", "-q", "tiny", TINY)
-    found = LocalWorker(here, "--max-models", "3")
+def worker(stocked: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalWorker]:
+    home = tmp_path_factory.mktemp("pictures")
+    copy_store(stocked, home / "store")
+    found = LocalWorker(Aimage(home, home / "store"), "--max-models", "3")
     yield found
     found.end()
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalWorker]:
+    """Return a worker whose texts are scripted: what is counted is the work before."""
+    home = tmp_path_factory.mktemp("texts")
+    here = Aimage(home, home / "store")
+    here("create", "-q", "words", write_model(home / "words"))
+    with scripted_worker(here) as found:
+        yield found
 
 
 @pytest.fixture
@@ -84,11 +94,14 @@ def ask(worker: LocalWorker, path: str, body: dict[str, Any]) -> Any:
 
 
 @pytest.mark.worker_only("a gateway reads the store, too")
-@pytest.mark.parametrize("kind", WARM)
+@pytest.mark.parametrize("kind", PICTURE_REQUESTS)
 def test_a_warm_request_reads_the_index_once_and_no_blob(
     worker: LocalWorker, calls: Counter[str], kind: str
 ) -> None:
-    path, body = WARM[kind]
+    check_warm(worker, calls, *PICTURE_REQUESTS[kind])
+
+
+def check_warm(worker: LocalWorker, calls: Counter[str], path: str, body: dict[str, Any]) -> None:
     ask(worker, path, body)
     calls.clear()
     ask(worker, path, body)
@@ -110,3 +123,12 @@ def test_a_name_that_has_moved_is_checked_and_loaded(
     assert ask(worker, PICTURES, moving)["X-Aimage-Digest"] == str(second) != str(first)
     assert calls["blobs"] > 250
     assert ask(worker, PICTURES, DRAW)["X-Aimage-Digest"] == str(first)
+
+
+# After the pictures: the models of workers are scripted until the end of the module.
+@pytest.mark.worker_only("a gateway reads the store, too")
+@pytest.mark.parametrize("kind", TEXT_REQUESTS)
+def test_a_warm_text_request_reads_the_index_once_and_no_blob(
+    texts: LocalWorker, calls: Counter[str], kind: str
+) -> None:
+    check_warm(texts, calls, *TEXT_REQUESTS[kind])
