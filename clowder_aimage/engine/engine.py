@@ -46,6 +46,7 @@ from clowder_aimage.engine.event import (
 from clowder_aimage.engine.executor import run_generation
 from clowder_aimage.engine.first_variant import FirstVariant
 from clowder_aimage.engine.machine import read_available_memory
+from clowder_aimage.engine.measured_size import MeasuredSizes
 from clowder_aimage.engine.metric import Metrics
 from clowder_aimage.engine.model_fetch import fetch, find
 from clowder_aimage.engine.queued_request import MakeRequest, ModelSlot, QueuedRequest
@@ -105,6 +106,8 @@ class Engine:
         self._first = FirstVariant(store, transfers, limits.first)
         self._clock = clock
         self._scheduler = ModelScheduler(store.roots, limits, metrics, self._events, clock, free)
+        self._sizes = MeasuredSizes(store, limits)
+        self._scheduler.get_measured = self._sizes.get
         self._trials = SchemaTrials(clock)
         self._requests: set[QueuedRequest] = set()
         self._numbers = itertools.count(1)
@@ -340,6 +343,7 @@ class Engine:
                 check = partial(check_unloaded, self.store, stored, parameters)
                 await run_generation(check, self.limits.lora_dir)
             await self._find_enhancer()
+            await run_generation(self._sizes.read, digest, request.reference)
         while True:
             try:
                 await self._take_turn(request, stored, parameters, emit)
@@ -417,6 +421,7 @@ class Engine:
         model = await self._wait_for_turn(request, stored, emit)
         if parameters is not None:
             await self._generate(model, request, parameters, emit)
+            await self._record_size(model)
 
     async def _try_schema(
         self, request: QueuedRequest, stored: StoredAImage, parameters: TextRequest, emit: Emit
@@ -531,6 +536,12 @@ class Engine:
             if outcome == "cancelled" and request.is_interrupted:
                 outcome = "failed"
             self._observe(request, outcome, self._clock() - started)
+
+    async def _record_size(self, model: ModelSlot) -> None:
+        """Keep the memory of a model, which has grown by its requests, for the next load."""
+        size, name = 0 if model.runner is None else model.runner.size, model.reference
+        if self._sizes.is_larger(model.digest, name, size):
+            await run_generation(self._sizes.record, model.digest, name, size)
 
     def _observe_steps(
         self,

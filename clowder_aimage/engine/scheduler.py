@@ -31,6 +31,7 @@ from clowder_aimage.engine.runner import Runner
 from clowder_aimage.errors import AImageError, ModelError, NoMemoryError, UnrunnableError
 from clowder_aimage.generation.request import GenerateRequest
 from clowder_aimage.layout.stored_aimage import StoredAImage
+from clowder_aimage.model.library_choice import choose_dtype_name, may_have_gpu
 from clowder_aimage.model.text.runtime import find_runtime
 from clowder_aimage.oci import Digest, Reference
 
@@ -56,6 +57,8 @@ class ModelScheduler:
     _clock: Callable[[], float]
     _free: Callable[[], int | None]
     eviction_cost: Callable[[Digest], float] = lambda _: 0.0
+    # The measured bytes of a manifest under a name; 0 if unknown
+    get_measured: Callable[[Digest, Reference], int] = lambda _, __: 0
     enhancer: StoredAImage | None = None
     _models: dict[ModelKey, ModelSlot] = field(default_factory=dict)
     _queue: list[QueuedRequest] = field(default_factory=list)
@@ -301,9 +304,17 @@ class ModelScheduler:
             return 0
         return estimate_need(enhancer, self._dtype)
 
+    def _predict_dtype(self) -> str:
+        """Return the compute type of image models: that of one that was loaded, or the default."""
+        limits = self._limits
+        is_gpu = may_have_gpu() and limits.device != "cpu"
+        return self._dtype or choose_dtype_name(limits.dtype, is_gpu=is_gpu)
+
     def _describe(self, model: ModelSlot) -> LoadedModel:
         size = 0 if model.runner is None else model.runner.size
-        need = max(size, estimate_need(model.stored, self._dtype))
+        measured = self.get_measured(model.digest, model.reference)
+        dtype = self._dtype if model.is_text else self._predict_dtype()
+        need = max(size, measured, estimate_need(model.stored, dtype))
         return LoadedModel(model.key, need, not model.served, not self._is_enhancer(model))
 
     def _list_in_order(self) -> list[ModelSlot]:

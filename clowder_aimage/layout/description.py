@@ -22,8 +22,10 @@ from clowder_aimage.oci import Digest, read_json
 LISTING, MODEL = "listing", "described"
 # Of the manifests of unpacked files
 UNPACKED = "unpacked"
+# The memory of models
+MEASURED = "measured"
 # Those that garbage collection removes with their manifests
-KINDS = (LISTING, MODEL, UNPACKED)
+KINDS = (LISTING, MODEL, UNPACKED, MEASURED)
 # Bytes of a file
 _MAX_SIZE = 64 * 1024
 

@@ -120,6 +120,11 @@ def choose_dtype_name(name: str | None, *, is_gpu: bool) -> str:
     return chosen
 
 
+def may_have_gpu() -> bool:
+    """Return True if models may be computed by a GPU of this machine. No library is imported."""
+    return sys.platform == "darwin" or _find_driver() is not None
+
+
 def parse_backend(description: str) -> str:
     """Return the backend that a picture states by ``describe``, or AUTO if it is not installed."""
     name = TORCH if description.startswith(f"{TORCH} ") else MLX

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from clowder_aimage.engine.event import QueuedEvent, StartedEvent
 from clowder_aimage.engine.memory_plan import LoadedModel, MemoryRoom, estimate_need, plan_load
 from clowder_aimage.layout.layered_store import LayeredStore
 from clowder_aimage.oci import Digest
+from tests.store import copy_store
 from tests.worker.engine_runs import Client, FakeRunner, job, played, served, stocked
 
 _MIB = 1 << 20
@@ -168,6 +170,52 @@ def test_a_model_waits_for_a_busy_one_that_leaves_no_memory(
         return [during, len(engine.list_loaded())]
 
     assert played(run.store, play, memory=memory * _MIB, free=lambda: None) == counts
+
+
+@pytest.mark.parametrize(
+    ("has_gpu", "limits", "dtype"),
+    [
+        (False, {}, "float32"),
+        (True, {}, "bfloat16"),
+        (True, {"device": "cpu"}, "float32"),
+        (False, {"dtype": "bf16"}, "bfloat16"),
+    ],
+)
+def test_the_first_model_is_planned_in_the_type_of_its_device(
+    run: _Run,
+    monkeypatch: pytest.MonkeyPatch,
+    has_gpu: bool,
+    limits: dict[str, Any],
+    dtype: str,
+) -> None:
+    types: list[str | None] = []
+
+    def estimate(_: object, dtype: str | None) -> int:
+        types.append(dtype)
+        return _MIB
+
+    monkeypatch.setattr(scheduler, "may_have_gpu", lambda: has_gpu)
+    monkeypatch.setattr(scheduler, "estimate_need", estimate)
+    run("tiny", **limits)
+    assert types[0] == dtype
+
+
+def test_a_worker_plans_with_the_sizes_that_an_earlier_one_measured(
+    run: _Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = LayeredStore([copy_store(run.store.root, tmp_path / "store")])
+    measure = _Run(store)
+    assert measure("tiny", "other", memory=12 * _MIB)[0] == ["other", "tiny"]
+    monkeypatch.setattr(FakeRunner, "size", 7 * _MIB)
+    measure("tiny", memory=12 * _MIB)
+    monkeypatch.setattr(FakeRunner, "size", 1000)
+    assert measure("tiny", "other", memory=12 * _MIB)[0] == ["other"]
+    assert measure("tiny", "other", memory=13 * _MIB)[0] == ["other", "tiny"]
+    # That of another backend was not measured
+    assert measure("tiny", "other", memory=12 * _MIB, backend="torch")[0] == ["other", "tiny"]
+    # Nor was that of another version of the program
+    monkeypatch.setattr("clowder_aimage.layout.description.__version__", "9.9.9")
+    assert measure("tiny", "other", memory=12 * _MIB)[0] == ["other", "tiny"]
 
 
 def test_the_memory_of_an_unloaded_model_is_left_to_the_others(run: _Run) -> None:
