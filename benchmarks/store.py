@@ -1,13 +1,15 @@
 """Measure verbs on a store with many AImages, and the cost of durable writes.
 
-    python -m benchmarks.store [--counts 100,1000] [--rounds 5] [--verbs] [--durability]
-        [--directory DIR]
+    python -m benchmarks.store [--counts 100,1000] [--rounds 5] [--verbs] [--registry]
+        [--durability] [--directory DIR]
 
-The default is both ``--verbs`` and ``--durability``.
+The default is ``--verbs`` and ``--durability``.
 
---verbs       ls, tag, gc --dry-run and du on stores of N AImages with 1,200 layers each, of which
-              nine tenths are shared by all. In one variant the tags were written by another
+--verbs       ls, tag, rm, gc --dry-run and du on stores of N AImages with 1,200 layers each, of
+              which nine tenths are shared by all. In one variant the tags were written by another
               tool, without our records; in the other by aimage.
+--registry    ``aimage registry serve`` on stores of N AImages with four layers each: a PUT of a new
+              tag, the GET after it, a further GET, and a DELETE of the tag.
 --durability  1,200 blobs of 64 KiB to 1 MiB into an empty store from 8 threads: with the default
               settings, without fsync, and left in the page cache entirely. The disk is idle before
               each run.
@@ -32,6 +34,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -122,6 +125,7 @@ def one_round(root: Path, number: int) -> Iterator[tuple[str, float]]:
     yield "ls, the first", seconds(root, "ls")
     yield "ls", seconds(root, "ls")
     yield "tag", seconds(root, "tag", name_of(number), "copy:v1")
+    yield "rm", seconds(root, "rm", "copy:v1")
     yield "gc --dry-run", seconds(root, "gc", "--dry-run")
     if has_verb("du"):
         yield "du", seconds(root, "du")
@@ -142,14 +146,81 @@ def measure_verbs(directory: Path, counts: list[int], layers: int, rounds: int) 
         for key, root in stores.items():
             for verb, took in one_round(root, number):
                 times.setdefault(verb, {}).setdefault(key, []).append(took)
-    print("\n| verb | names set by | " + " | ".join(f"N = {n:,}, s" for n in counts), end="")
+    _print_table("verb", times, counts)
+
+
+def _print_table(
+    title: str, times: dict[str, dict[tuple[str, int], list[float]]], counts: list[int]
+) -> None:
+    print(f"\n| {title} | names set by | " + " | ".join(f"N = {n:,}, s" for n in counts), end="")
     print(" | growth | bar s |\n|---|---|" + "---|" * (len(counts) + 2))
     for verb, values in times.items():
-        for who in ("another tool", "aimage"):
+        for who in sorted({who for who, _ in values}, reverse=True):
             medians = [statistics.median(values[who, count]) for count in counts]
             growth = f"{medians[-1] / medians[0]:.1f}x for {counts[-1] / counts[0]:.0f}x"
-            cells = [verb, who, *(f"{median:.2f}" for median in medians), growth]
+            cells = [verb, who, *(f"{median:.3g}" for median in medians), growth]
             print("| " + " | ".join([*cells, str(BARS.get(verb, ""))]) + " |")
+
+
+# -- the registry
+
+
+@contextlib.contextmanager
+def serve(root: Path) -> Iterator[HTTPConnection]:
+    """Yield a connection to a registry that serves the store."""
+    command = [AIMAGE, "--store", str(root), "registry", "serve", "--addr", "127.0.0.1:0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        try:
+            assert process.stdout is not None
+            address = process.stdout.readline().decode().split("://")[-1].strip().rstrip("/")
+            yield HTTPConnection(address, timeout=600)
+        finally:
+            process.terminate()
+
+
+def ask(connection: HTTPConnection, method: str, path: str, body: bytes = b"") -> float:
+    """Return the seconds that a request takes."""
+    begun = time.perf_counter()
+    headers = {"Content-Type": mediatype.OCI_MANIFEST, "Accept": mediatype.OCI_MANIFEST}
+    connection.request(method, f"/v2/bench/pushed/{path}", body, headers)
+    response = connection.getresponse()
+    answer = response.read()
+    if response.status >= 300:
+        raise SystemExit(f"{method} {path}: {response.status} {answer!r}")
+    return time.perf_counter() - begun
+
+
+def measure_registry(directory: Path, counts: list[int], rounds: int) -> None:
+    """Print the table of the requests."""
+    config = b"{}"
+    entry = {"mediaType": mediatype.AIMAGE_CONFIG, "digest": "", "size": len(config)}
+    entry["digest"] = f"sha256:{hashlib.sha256(config).hexdigest()}"
+    document = {"schemaVersion": 2, "mediaType": mediatype.OCI_MANIFEST, "config": entry}
+    manifest = json.dumps(document | {"layers": []}).encode()
+    times: dict[str, dict[tuple[str, int], list[float]]] = {}
+    with contextlib.ExitStack() as stack:
+        roots = {count: directory / f"registry-{count}" for count in counts}
+        for count, root in roots.items():
+            shutil.rmtree(root, ignore_errors=True)
+            make_store(root, count, 4, ours=True)
+        connections = {}
+        for count, root in roots.items():
+            connections[count] = connection = stack.enter_context(serve(root))
+            ask(connection, "POST", f"blobs/uploads/?digest={entry['digest']}", config)
+            # The first write compares all names
+            ask(connection, "PUT", "manifests/first", manifest)
+        for number in range(rounds):
+            for count, connection in connections.items():
+                path = f"manifests/v{number}"
+                for name, method, body in (
+                    ("PUT of a tag", "PUT", manifest),
+                    ("GET after it", "GET", b""),
+                    ("GET", "GET", b""),
+                    ("DELETE", "DELETE", b""),
+                ):
+                    took = ask(connection, method, path, body)
+                    times.setdefault(name, {}).setdefault(("aimage", count), []).append(took)
+    _print_table("request", times, counts)
 
 
 # -- durability
@@ -211,19 +282,22 @@ def main() -> None:
     parser.add_argument("--counts", default="100,1000")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--verbs", action="store_true")
+    parser.add_argument("--registry", action="store_true")
     parser.add_argument("--durability", action="store_true")
     parser.add_argument("--layers", type=int, default=LAYERS, help="of each AImage")
     parser.add_argument("--blobs", type=int, default=1200, help="to be written durably")
     parser.add_argument("--directory", type=Path)
     options = parser.parse_args()
-    both = options.verbs == options.durability
+    both = not (options.verbs or options.registry or options.durability)
     with contextlib.ExitStack() as stack:
         directory = options.directory
         if directory is None:
             directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         directory.mkdir(parents=True, exist_ok=True)
+        counts = [int(n) for n in options.counts.split(",")]
+        if options.registry:
+            measure_registry(directory, counts, options.rounds)
         if both or options.verbs:
-            counts = [int(n) for n in options.counts.split(",")]
             measure_verbs(directory, counts, options.layers, options.rounds)
         if both or options.durability:
             measure_durability(directory, options.blobs, options.rounds)

@@ -52,6 +52,7 @@ from clowder_aimage.formats.codes import comfy_quant
 from clowder_aimage.importer import hub_files
 from clowder_aimage.layout.digest_scan import DigestScanner
 from clowder_aimage.layout.index import read_index
+from clowder_aimage.layout.index_text import encode_index, find_changes
 from clowder_aimage.model.text import tool_call_format
 from clowder_aimage.oci import Descriptor, Digest, Manifest, mediatype, parse_document, read_json
 from clowder_aimage.tensor import encode_header, read_header
@@ -229,6 +230,12 @@ def read_tar(n: int, _: Path) -> Action:
 def read_stored_index(n: int, root: Path) -> Action:
     (root / "index.json").write_bytes(index(n))
     return lambda: read_index(root)
+
+
+def find_changed_entries(n: int, _: Path) -> Action:
+    value = json.loads(index(n))
+    empty, filled = encode_index(value | {"manifests": []}), encode_index(value)
+    return lambda: find_changes(empty, filled)
 
 
 def read_gguf(n: int, _: Path) -> Action:
@@ -512,6 +519,7 @@ CASES: dict[str, Case] = {
     "importer/hub_files.py": choose_files,
     "layout/digest_scan.py": lambda n, _: lambda: DigestScanner().scan("x", lambda _: index(n)),
     "layout/index.py": read_stored_index,
+    "layout/index_text.py": find_changed_entries,
     "load.py": read_archive_index,
     "model/picture_metadata.py": read_facts,
     "model/picture_metadata.py Exif": read_exif,
