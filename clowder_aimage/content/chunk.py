@@ -30,6 +30,8 @@ _WINDOW = 0.4
 PLENTY = 256 * 1024 * 1024
 # Minimum bytes per connection over which a rate is measured
 _LEAST = 4 * 1024 * 1024
+# Fraction of a core that a process uses if it is what limits the transfer
+_BUSY = 0.5
 
 _Range = tuple[int, int]
 
@@ -100,6 +102,8 @@ class BlobTransfer:
         self.ranges = False
         # True if the server ignores ranges: one connection, from the front.
         self.serial = False
+        # True if its bytes arrive faster than they are hashed and written.
+        self.is_behind = False
 
     @property
     def left_unclaimed(self) -> int:
@@ -122,10 +126,12 @@ class BlobTransfer:
 
     @property
     def is_fast(self) -> bool:
-        """Return True if the connections are faster than the hash.
+        """Return True if the connections are faster than the hash or the disk.
 
         More connections would only fetch chunks that must be read again for the hash.
         """
+        if self.is_behind:
+            return True
         arrived = self._missing - self.left
         return self._age >= MEASURING_TIME and arrived >= PLENTY * self._age * max(
             1, len(self.chunks)
@@ -171,6 +177,35 @@ class BlobTransfer:
         if self.readers and (self._age < MEASURING_TIME or self.is_fast):
             return False
         return bool(self.unclaimed) or any(chunk.is_worth_sharing for chunk in self.chunks)
+
+
+class SmallConcurrency:
+    """The number of connections that fetch small blobs: by cores, and more if they mostly wait.
+
+    Each blob costs this process time. More connections than cores only wait for each other, unless
+    the link, or the round trip to the registry, is what they wait for.
+    """
+
+    def __init__(self, limit: int, cores: int) -> None:
+        self.value = min(max(START, cores + 1), limit)
+        self._limit = limit
+        self._began: tuple[float, float] | None = None
+
+    @property
+    def may_grow(self) -> bool:
+        return self.value < self._limit
+
+    def record(self, timestamp: float, used: float) -> None:
+        """Account for the processor time ``used`` by this process until ``timestamp``."""
+        if self._began is None:
+            self._began = timestamp, used
+            return
+        elapsed = timestamp - self._began[0]
+        if elapsed < MEASURING_TIME:
+            return
+        if used - self._began[1] < _BUSY * elapsed:
+            self.value = min(self._limit, 2 * self.value)
+        self._began = timestamp, used
 
 
 class ConcurrencyProbe:

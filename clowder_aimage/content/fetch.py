@@ -10,22 +10,24 @@ verified.
 from __future__ import annotations
 
 import math
+import os
 import threading
 import time
 from collections import deque
 from collections.abc import Sequence
 
-from clowder_aimage.content.buffer import new_buffer
 from clowder_aimage.content.chunk import (
     MEASURING_TIME,
     BlobTransfer,
     Chunk,
     ConcurrencyProbe,
+    SmallConcurrency,
     is_large,
 )
 from clowder_aimage.content.copy_option import CopyEvent, CopyOptions
 from clowder_aimage.content.parallel import ParallelStoppedError, run_parallel
 from clowder_aimage.content.store import ContentStore, IngestBusyError, Source
+from clowder_aimage.content.write_behind import BEHIND_SIZE, EXTRA_BUFFERS, WriteBehind
 from clowder_aimage.errors import NoSpaceError, VerificationError
 from clowder_aimage.oci import Descriptor, Digest
 
@@ -90,11 +92,16 @@ class BlobDownload:
         self._busy: dict[Digest, float] = {}
         self._active: list[BlobTransfer] = []
         self._opening = 0
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._stopped = False
+        self._extra_buffers = threading.Semaphore(EXTRA_BUFFERS)
         self._probe = ConcurrencyProbe(self._connections)
-        # Connections that fetch large blobs
-        self._large = 0
+        # Connections that fetch large and small blobs
+        self._large = self._small = 0
+        self._small_concurrency = SmallConcurrency(self._connections, os.cpu_count() or 1)
+        # Connections that small blobs do not need wait here, without waking up for each blob
+        self._needed = threading.Condition(self._lock)
 
     def run(self) -> None:
         """Fetch all blobs. Raises the error of the first connection that fails."""
@@ -111,17 +118,20 @@ class BlobDownload:
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
+            self._needed.notify_all()
 
     def _run_connection(self) -> None:
         """Fetch chunks over one connection until none are left."""
-        buffer = new_buffer()
+        writes = WriteBehind(self._extra_buffers)
         blob: BlobTransfer | None = None
         try:
             while (blob := self._take_next(blob)) is not None:
-                self._fetch_chunk(blob, buffer)
+                self._fetch_chunk(blob, writes)
                 self._leave(blob.content)
         except ParallelStoppedError:
             return
+        finally:
+            writes.close()
 
     def _take_next(self, current: BlobTransfer | None) -> BlobTransfer | None:
         """Return a blob to fetch a chunk of, or None at the end.
@@ -135,12 +145,12 @@ class BlobDownload:
                 content = current if is_alone and not self._stopped else self._choose()
                 if isinstance(content, BlobTransfer):
                     content.readers += 1
-                    self._large += content.is_large
+                    self._join(content.content, 1)
                     return content
                 if content is None:
                     return None
                 self._opening += 1
-                self._large += is_large(content)
+                self._join(content, 1)
             try:
                 blob = self._begin(content)
             finally:
@@ -153,30 +163,28 @@ class BlobDownload:
 
     def _leave(self, content: Descriptor) -> None:
         """Record that a connection has finished its chunk of a blob."""
-        if is_large(content):
-            with self._changed:
-                self._large -= 1
+        with self._changed:
+            self._join(content, -1)
+            if is_large(content):
                 self._changed.notify_all()
+
+    def _join(self, content: Descriptor, count: int) -> None:
+        """Count a connection that fetches a blob, or has fetched. The caller holds the lock."""
+        if is_large(content):
+            self._large += count
+        else:
+            self._small += count
 
     def _choose(self) -> Descriptor | BlobTransfer | None:
         """Wait for the next blob; return None at the end. The caller holds the lock."""
         while True:
             if self._stopped:
                 raise ParallelStoppedError
-            # More connections would not speed up large blobs
-            is_saturated = self._large >= self._probe.value
-            if self._pending and not (is_saturated and is_large(self._pending[0])):
-                return self._pending.popleft()
-            if (small := self._pop_small()) is not None:
-                return small
-            if not is_saturated or any(not blob.is_large for blob in self._active):
-                joinable = [
-                    blob
-                    for blob in self._active
-                    if not (is_saturated and blob.is_large) and blob.may_be_joined
-                ]
-                if joinable:
-                    return max(joinable, key=lambda blob: 0 if self._is_ordered else blob.left)
+            if self._is_unneeded():
+                self._needed.wait(MEASURING_TIME if self._small_concurrency.may_grow else None)
+                continue
+            if (content := self._choose_now()) is not None:
+                return content
             if self._elsewhere:
                 due, content = self._elsewhere[0]
                 if (wait := due - time.monotonic()) <= 0:
@@ -188,6 +196,35 @@ class BlobDownload:
                 return None
             # Wake up without a signal: a chunk may have become slow enough to be shared.
             self._changed.wait(MEASURING_TIME)
+
+    def _choose_now(self) -> Descriptor | BlobTransfer | None:
+        """Return a new blob, else one that another connection may join, if there is any."""
+        # More connections would not speed up large blobs
+        is_saturated = self._large >= self._probe.value
+        if self._pending and not (is_saturated and is_large(self._pending[0])):
+            content = self._pending.popleft()
+            if not self._pending or is_large(self._pending[0]):
+                self._needed.notify_all()
+            return content
+        if (small := self._pop_small()) is not None:
+            return small
+        joinable = [
+            blob
+            for blob in self._active
+            if not (is_saturated and blob.is_large) and blob.may_be_joined
+        ]
+        return max(joinable, key=lambda blob: 0 if self._is_ordered else blob.left, default=None)
+
+    def _is_unneeded(self) -> bool:
+        """Return True for a connection that would not speed up the small blobs, which are next."""
+        if not self._pending or is_large(self._pending[0]):
+            return False
+        if self._small_concurrency.may_grow:
+            before = self._small_concurrency.value
+            self._small_concurrency.record(time.monotonic(), time.process_time())
+            if self._small_concurrency.value > before:
+                self._needed.notify_all()
+        return self._small >= self._small_concurrency.value
 
     def _pop_small(self) -> Descriptor | None:
         """Remove and return a blob that is not large, if any: the smallest, or the first."""
@@ -251,14 +288,17 @@ class BlobDownload:
             self._reported[content.digest] = arrived
             self._on_event(CopyEvent("progress", content, count))
 
-    def _fetch_chunk(self, blob: BlobTransfer, buffer: memoryview) -> None:
+    def _fetch_chunk(self, blob: BlobTransfer, writes: WriteBehind) -> None:
         """Fetch one chunk of a blob, and commit the blob after the last one."""
         with self._changed:
             is_alone = self._pending or blob.is_fast
             chunk = blob.claim(1 if is_alone else self._probe.value)
         # Without a chunk, other connections fetch all that is left.
         if chunk is not None:
-            self._read(blob, chunk, buffer)
+            try:
+                self._read(blob, chunk, writes)
+            finally:
+                writes.flush()
         with self._changed:
             blob.readers -= 1
             if chunk is not None:
@@ -278,9 +318,10 @@ class BlobDownload:
         elif chunk is not None:
             blob.ingest.checkpoint()
 
-    def _read(self, blob: BlobTransfer, chunk: Chunk, buffer: memoryview) -> None:
+    def _read(self, blob: BlobTransfer, chunk: Chunk, writes: WriteBehind) -> None:
         """Stream a chunk into the ingest, up to its end. Another connection may reduce the end."""
         content, noted = blob.content, chunk.at
+        write = writes.write if content.size >= BEHIND_SIZE else writes.write_now
         with self._source.open(content, chunk.at, chunk.left) as reader:
             ranges = self._source.supports_ranges(content)
             with self._changed:
@@ -291,15 +332,17 @@ class BlobDownload:
             while chunk.left > 0:
                 if self._stopped:
                     raise ParallelStoppedError
+                buffer = writes.take()
                 size = min(chunk.left, len(buffer), self._rate.burst if self._rate else chunk.left)
                 count = reader.readinto(buffer[:size])
                 if not count:
                     raise VerificationError(f"{content.digest} ended after {chunk.at} bytes")
-                blob.ingest.write_at(chunk.at, buffer[:count])
+                write(blob.ingest, chunk.at, buffer, count)
                 chunk.at += count
+                blob.is_behind = writes.is_behind
                 self._record(blob, count)
                 if chunk.at - noted >= NOTED and chunk.left:
-                    blob.ingest.checkpoint()
+                    writes.checkpoint(blob.ingest)
                     noted = chunk.at
 
     def _record(self, blob: BlobTransfer, count: int) -> None:

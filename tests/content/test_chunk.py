@@ -14,6 +14,7 @@ from clowder_aimage.content.chunk import (
     SMALLEST_CHUNK,
     BlobTransfer,
     Chunk,
+    SmallConcurrency,
 )
 from clowder_aimage.oci import Descriptor, Digest
 from tests.memory_store import MemoryIngest
@@ -159,3 +160,34 @@ def test_the_first_part_is_half_a_fair_share(
     blob.release(part)
     assert blob.unclaimed[0] == (5, first)
     assert blob.left == size - 5
+
+
+# Cores, the processor time of each 0.2 s, and the number of connections after each.
+SMALL_CONCURRENCY = {
+    "busy": (2, [0.2, 0.25, 0.15], [3, 3, 3]),
+    "a slow link": (2, [0.01, 0.02, 0.02], [6, 8, 8]),
+    "a link that becomes slow": (2, [0.3, 0.05], [3, 6]),
+    "many cores": (16, [0.3], [8]),
+    "one core": (1, [0.2], [3]),
+}
+
+
+@pytest.mark.parametrize("name", SMALL_CONCURRENCY)
+def test_small_blobs_have_connections_by_cores_and_by_waiting(name: str) -> None:
+    cores, times, values = SMALL_CONCURRENCY[name]
+    concurrency, used, seen = SmallConcurrency(8, cores), 5.0, []
+    concurrency.record(100.0, used)
+    for turn, time_used in enumerate(times, 1):
+        used += time_used
+        concurrency.record(100.0 + 0.2 * turn, used)
+        seen.append(concurrency.value)
+    assert seen == values
+
+
+def test_a_short_time_changes_no_concurrency() -> None:
+    concurrency = SmallConcurrency(8, 2)
+    for turn in range(4):
+        concurrency.record(100.0 + turn * MEASURING_TIME / 4, 5.0)
+    assert concurrency.value == 3
+    assert concurrency.may_grow
+    assert not SmallConcurrency(3, 2).may_grow

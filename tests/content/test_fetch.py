@@ -18,10 +18,11 @@ import pytest
 
 from clowder_aimage.content import chunk as parts
 from clowder_aimage.content import fetch as fetch_module
-from clowder_aimage.content.chunk import SMALL, SMALLEST_CHUNK
+from clowder_aimage.content.chunk import SMALL, SMALLEST_CHUNK, SmallConcurrency
 from clowder_aimage.content.copy_option import CopyOptions, Rate
 from clowder_aimage.content.fetch import NOTED, BlobDownload
 from clowder_aimage.content.store import Source
+from clowder_aimage.content.write_behind import WriteBehind
 from clowder_aimage.errors import NetworkError, NoSpaceError, NotFoundError, VerificationError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Digest
@@ -150,6 +151,12 @@ class Watch:
         return self.sums["progress"] + self.sums["skip"]
 
 
+@pytest.fixture(autouse=True)
+def fast_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prevent a busy disk from reserving a blob for one connection."""
+    monkeypatch.setattr(WriteBehind, "is_behind", False)
+
+
 @pytest.fixture
 def slow_network(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prevent connections from being fast enough to keep a blob to themselves."""
@@ -198,6 +205,18 @@ def test_parts_shrink_towards_the_end(store: ImageLayout, slow_network: None) ->
     assert len(lengths) <= CONTENT.size // SMALLEST_CHUNK + 1
 
 
+def test_a_disk_that_is_slower_than_a_connection_has_no_other_ones(
+    store: ImageLayout, slow_network: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(WriteBehind, "is_behind", True)
+    monkeypatch.setattr(parts, "MEASURING_TIME", math.inf)
+    source = Counted(BIG)
+    fetch(source, store, CONTENT, connections=4)
+    # The first chunk is chosen before it is known; the next one is all that is left
+    assert len(source.lengths(CONTENT)) == 2
+    assert store.find_path(CONTENT).read_bytes() == BIG
+
+
 def test_half_of_a_slow_connection_s_rest_is_taken_over(
     store: ImageLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -223,6 +242,25 @@ def test_half_of_a_slow_connection_s_rest_is_taken_over(
     assert len(source.lengths(CONTENT)) >= 2
     assert watch.done == CONTENT.size + 3000
     assert source.bytes[CONTENT.digest] <= CONTENT.size + MIB  # it was stopped in time
+
+
+def test_small_blobs_use_no_more_connections_than_they_need(store: ImageLayout) -> None:
+    blobs = [noise(1000 + i, bytes([i])) for i in range(40)]
+    source = Counted(*blobs)
+    engine = BlobDownload(source, store, [blob(data) for data in blobs], CopyOptions(8, Watch()))
+    # A process of which two connections use all cores
+    engine._small_concurrency = SmallConcurrency(2, 1)
+    ended(engine)
+    assert source.busiest <= 2
+    assert all(store.find_path(blob(data)).read_bytes() == data for data in blobs)
+
+
+def test_connections_that_wait_for_small_blobs_are_joined_by_others(store: ImageLayout) -> None:
+    blobs = [noise(500_000, bytes([i])) for i in range(12)]
+    # The first ones end only once all are open
+    source = Counted(*blobs, together=6)
+    fetch(source, store, *[blob(data) for data in blobs], connections=6)
+    assert source.busiest == 6
 
 
 def test_small_blobs_are_fetched_in_parallel_with_one_connection_each(store: ImageLayout) -> None:
@@ -468,13 +506,13 @@ def test_a_connection_that_joins_too_late_finishes_the_blob(store: ImageLayout) 
     late = threading.Event()
 
     class Late(BlobDownload):
-        def _fetch_chunk(self, blob: parts.BlobTransfer, buffer: memoryview[int]) -> None:
+        def _fetch_chunk(self, blob: parts.BlobTransfer, writes: WriteBehind) -> None:
             with self._changed:
                 if blob.readers == 2 and not late.is_set():
                     late.set()
                     gone = lambda: blob.readers == 1 and not blob.unclaimed  # noqa: E731
                     assert self._changed.wait_for(gone, 60), "it is not alone"
-            super()._fetch_chunk(blob, buffer)
+            super()._fetch_chunk(blob, writes)
 
     def fail(_: Any, offset: Any) -> None:
         assert not offset or late.wait(60), "nobody joined"

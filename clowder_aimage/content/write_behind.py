@@ -1,0 +1,120 @@
+"""Writes of a connection that receives more meanwhile.
+
+Receiving, and hashing while writing, take about the same time: one after the other, each waits half
+of it for the other one.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from clowder_aimage.content.buffer import new_buffer
+from clowder_aimage.content.store import Ingest
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future, ThreadPoolExecutor
+
+# Bytes. A smaller blob costs more to hand to another thread than to write.
+BEHIND_SIZE = 4 * 1024 * 1024
+# Buffers that one connection may fill before the first is written
+_MAX_BUFFERS = 4
+# Buffers of all connections of a copy, in addition to one for each
+EXTRA_BUFFERS = 3
+# Weight of the last buffer in the share of those that had to be waited for
+_WEIGHT = 0.25
+
+
+class WriteBehind:
+    """The buffers of one connection, and the threads that write and synchronise its large blobs.
+
+    ``extra`` counts the buffers that all connections of a copy may add to their first ones.
+    """
+
+    def __init__(self, extra: threading.Semaphore) -> None:
+        self._extra = extra
+        self._free: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
+        self._free.put(new_buffer())
+        self._count = 1
+        # One thread that writes in order, and one for checkpoints
+        self._threads: list[ThreadPoolExecutor] = []
+        self._checkpoint: Future[None] | None = None
+        self._error: BaseException | None = None
+        # The recent share of buffers that were not free
+        self._waits = 0.0
+
+    @property
+    def is_behind(self) -> bool:
+        """True if bytes arrive faster than they are hashed and written."""
+        return self._waits > 0.5
+
+    def take(self) -> memoryview:
+        """Return a buffer that is not in use; wait for one. Raises the error of a write."""
+        self._raise()
+        self._waits *= 1 - _WEIGHT
+        try:
+            return self._free.get_nowait()
+        except queue.Empty:
+            if self._count < _MAX_BUFFERS and self._extra.acquire(blocking=False):
+                self._count += 1
+                return new_buffer()
+            self._waits += _WEIGHT
+            return self._free.get()
+
+    def write(self, ingest: Ingest, offset: int, buffer: memoryview, count: int) -> None:
+        """Write the first bytes of a buffer that was taken, later."""
+        self._raise()
+        self._submit(0, partial(self._write, ingest, offset, buffer, count))
+
+    def write_now(self, ingest: Ingest, offset: int, buffer: memoryview, count: int) -> None:
+        """Write the first bytes of a buffer that was taken."""
+        ingest.write_at(offset, buffer[:count])
+        self._free.put(buffer)
+
+    def checkpoint(self, ingest: Ingest) -> None:
+        """Make what is written durable, later; not while the last checkpoint is running."""
+        if self._checkpoint is None or self._checkpoint.done():
+            self._checkpoint = self._submit(1, partial(self._attempt, ingest.checkpoint))
+
+    def flush(self) -> None:
+        """Wait for all writes. Raises the error of the first that failed."""
+        if self._threads:
+            self._submit(0, lambda: None).result()
+        if self._checkpoint is not None:
+            self._checkpoint.result()
+        self._raise()
+
+    def close(self) -> None:
+        """End the threads, and return the buffers."""
+        for thread in self._threads:
+            thread.shutdown()
+        if self._count > 1:
+            self._extra.release(self._count - 1)
+
+    def _submit(self, thread: int, call: Callable[[], None]) -> Future[None]:
+        if not self._threads:
+            from concurrent.futures import ThreadPoolExecutor
+
+            # Each begins with its first call
+            names = ("aimage-ingest", "aimage-checkpoint")
+            self._threads = [ThreadPoolExecutor(1, thread_name_prefix=name) for name in names]
+        return self._threads[thread].submit(call)
+
+    def _write(self, ingest: Ingest, offset: int, buffer: memoryview, count: int) -> None:
+        # After an error, the ranges before it must not be followed by others
+        if self._error is None:
+            self._attempt(partial(ingest.write_at, offset, buffer[:count]))
+        self._free.put(buffer)
+
+    def _attempt(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except BaseException as error:
+            self._error = self._error or error
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            raise self._error

@@ -1,0 +1,145 @@
+"""Buffers that are written while a connection fills others."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from clowder_aimage.content.write_behind import _MAX_BUFFERS, WriteBehind
+
+
+class Ingest:
+    """An ingest whose writes and checkpoints wait until they may go on."""
+
+    def __init__(self) -> None:
+        self.may_write, self.may_sync = threading.Event(), threading.Event()
+        self.written = bytearray()
+        self.checkpoints = 0
+        self.fails_at = -1
+
+    def write_at(self, offset: int, data: memoryview) -> None:
+        assert self.may_write.wait(60)
+        if offset == self.fails_at:
+            raise OSError(28, "No space left on device")
+        assert offset == len(self.written)
+        self.written += data[:1]
+
+    def checkpoint(self) -> None:
+        assert self.may_sync.wait(60)
+        self.checkpoints += 1
+
+
+@pytest.fixture
+def ingest() -> Any:
+    return Ingest()
+
+
+@pytest.fixture
+def extra() -> threading.Semaphore:
+    return threading.Semaphore(_MAX_BUFFERS)
+
+
+@pytest.fixture
+def writes(ingest: Any, extra: threading.Semaphore) -> Iterator[WriteBehind]:
+    writes = WriteBehind(extra)
+    yield writes
+    ingest.may_write.set()
+    ingest.may_sync.set()
+    writes.close()
+
+
+def fill(writes: WriteBehind, ingest: Any, count: int, start: int = 0) -> None:
+    for offset in range(start, start + count):
+        buffer = writes.take()
+        buffer[0] = offset
+        writes.write(ingest, offset, buffer, 1)
+
+
+def test_a_connection_goes_on_while_its_buffers_are_written(
+    writes: WriteBehind, ingest: Any
+) -> None:
+    fill(writes, ingest, _MAX_BUFFERS)
+    assert ingest.written == b""
+    ingest.may_write.set()
+    fill(writes, ingest, 10, _MAX_BUFFERS)
+    writes.flush()
+    assert ingest.written == bytes(range(_MAX_BUFFERS + 10))
+
+
+def test_connections_share_additional_buffers(ingest: Any) -> None:
+    extra = threading.Semaphore(1)
+    first, second = WriteBehind(extra), WriteBehind(extra)
+    fill(first, ingest, 2)
+    other: Any = Ingest()
+    fill(second, other, 1)
+    taken: list[memoryview] = []
+    thread = threading.Thread(target=lambda: taken.append(second.take()))
+    thread.start()
+    assert not taken
+    other.may_write.set()
+    thread.join(60)
+    assert len(taken) == 1
+    ingest.may_write.set()
+    first.close()
+    # The buffer of the first may be used now
+    assert extra.acquire(blocking=False)
+    second.close()
+
+
+def test_an_error_ends_the_writes(writes: WriteBehind, ingest: Any) -> None:
+    ingest.fails_at = 1
+    fill(writes, ingest, 3)
+    ingest.may_write.set()
+    with pytest.raises(OSError, match="No space"):
+        writes.flush()
+    assert ingest.written == b"\0"
+    for call in (writes.take, writes.flush):
+        with pytest.raises(OSError, match="No space"):
+            call()
+
+
+def test_writes_go_on_during_a_checkpoint(writes: WriteBehind, ingest: Any) -> None:
+    ingest.may_write.set()
+    writes.checkpoint(ingest)
+    # The first one is still running
+    writes.checkpoint(ingest)
+    fill(writes, ingest, 2 * _MAX_BUFFERS)
+    ingest.may_sync.set()
+    writes.flush()
+    assert (len(ingest.written), ingest.checkpoints) == (2 * _MAX_BUFFERS, 1)
+
+
+def test_a_failed_checkpoint_fails_the_transfer(
+    writes: WriteBehind, ingest: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(ingest, "checkpoint", fail)
+    writes.checkpoint(ingest)
+    with pytest.raises(OSError, match="Input/output"):
+        writes.flush()
+
+
+class LateQueue(queue.SimpleQueue[memoryview]):
+    """Buffers of which none is free at first."""
+
+    def get_nowait(self) -> memoryview:
+        raise queue.Empty
+
+
+def test_a_slow_disk_is_noticed() -> None:
+    writes = WriteBehind(threading.Semaphore(0))
+    states = []
+    for free in (LateQueue(), queue.SimpleQueue[memoryview]()):
+        writes._free = free
+        for _ in range(4):
+            free.put(memoryview(b""))
+            writes.take()
+            states.append(writes.is_behind)
+    writes.close()
+    assert states == [False, False, True, True, True, False, False, False]
