@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -35,7 +36,7 @@ def test_attention_is_that_of_mlx(length: int, columns: int, mask: str) -> None:
     assert mx.abs(found - expected).max().item() < 1e-5  # type: ignore[operator]
 
 
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("rows", [1, 3, 20])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_products_are_those_of_mlx(rows: int, has_bias: bool) -> None:
     x, weight, bias = random(1, rows, 600), random(700, 600), random(700)
@@ -72,7 +73,8 @@ def test_rotary_positions_are_those_of_mlx(offset: int, length: int) -> None:
     frequencies = np.geomspace(1, 1e-3, 8, dtype=np.float32)
     scaled = ScaledRope(frequencies, 1.25, traditional=False)
     for layer in (RoPE(16), RoPE(16, base=1e6, scale=0.5), llama, scaled):
-        same(layer, random(1, 2, length, 24), offset=offset)  # 8 channels stay
+        same(copy.copy(layer), random(1, 2, length, 24), offset=offset)  # 8 channels stay
+        same(layer, random(2, 2, length, 24), offset=mx.array([offset, 7]))
 
 
 def test_layers_with_the_same_frequencies_share_angles() -> None:

@@ -18,6 +18,7 @@ from clowder_aimage.model.backend import mx
 from clowder_aimage.model.compute.array_block import is_slow, run_on_all_cores, view_memory
 from clowder_aimage.model.compute.operation import linear
 from clowder_aimage.model.hardware import count_cores
+from clowder_aimage.model.mlxlm.joined_cache import JoinedLayer, attend_by_text
 from clowder_aimage.model.mlxlm.library import import_library_module
 from clowder_aimage.model.mlxlm.rotary_angles import share_angles
 from clowder_aimage.tensor import blas
@@ -25,6 +26,8 @@ from clowder_aimage.tensor import blas
 _NAME = "scaled_dot_product_attention"
 # That a core computes at a time
 _SCORES = 128 * 1024
+# Rows of a product that are few: the tokens of several texts
+_FEW = 16
 # Products; MLX does fewer in the time in which it is waited for
 _LEAST = 1 << 18
 Attention = Callable[..., mx.array]
@@ -71,26 +74,39 @@ def project(x: mx.array, weight: mx.array, bias: mx.array | None) -> mx.array:
     rows = x.size // x.shape[-1]
     if not is_slow(x) or rows * weight.size < _LEAST:
         return x @ weight.T if bias is None else mx.addmm(bias, x, weight.T)
-    if rows > 1:
+    if rows > _FEW:
         product: mx.array = linear(x, weight, bias)
         return product
     mx.eval(x, weight)
-    result = view_memory(weight) @ view_memory(x).reshape(-1)
+    if rows == 1:
+        result = view_memory(weight) @ view_memory(x).reshape(-1)
+    else:
+        result = _multiply_few(view_memory(x).reshape(rows, -1), view_memory(weight))
     if bias is not None:
         result += view_memory(bias)
     return mx.array(result).reshape(*x.shape[:-1], len(weight))
 
 
+def _multiply_few(x: Any, weight: Any) -> Any:
+    """Return x @ weight^T. x: (rows, inputs), few rows: BLAS arranges the left matrix only."""
+    product = np.empty((len(weight), len(x)), np.float32)
+    blas.use_cores(count_cores())
+    blas.multiply(weight, _to_contiguous_rows(x).T, product)
+    return np.ascontiguousarray(product.T)
+
+
 def accelerate(network: Any) -> None:
-    """Replace the slow parts of a loaded network, if it computes in float32 on a CPU."""
+    """Replace the slow parts of a loaded network, if it computes in float32 on a CPU.
+
+    The attention is replaced on all devices: it also takes several texts.
+    """
+    for name in {type(module).__module__ for module in network.modules()}:
+        _replace_attention(name)
     if backend.is_on_gpu():
         return
     share_angles(network)
     if not blas.is_fast():
         return
-    names = {type(module).__module__ for module in network.modules()}
-    for name in names:
-        _replace_attention(name)
     for module in network.modules():
         # the class alone changes: parameters, and the names of layers, stay
         if type(module) is backend.Linear:
@@ -129,9 +145,13 @@ def _wrap_attention(original: Any) -> Attention:
         mask: Any = None,
         sinks: Any = None,
     ) -> mx.array:
+        if isinstance(cache, JoinedLayer):
+            options = {"scale": scale, "mask": mask, "sinks": sinks}
+            return attend_by_text(attention, queries, keys, values, cache, **options)
         is_plain = isinstance(keys, mx.array) and not hasattr(cache, "bits") and sinks is None
         is_small = is_plain and queries.size * keys.shape[2] < _LEAST
-        if not is_plain or is_small or not is_slow(queries) or len(queries) > 1:
+        is_fast = is_small or not is_slow(queries) or not blas.is_fast()
+        if not is_plain or is_fast or len(queries) > 1:
             usual: mx.array = original(
                 queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks
             )

@@ -9,6 +9,7 @@ from typing import Any
 
 from clowder_aimage.model.backend import mx
 from clowder_aimage.model.mlxlm.prompt_cache import Cache, PromptCache
+from clowder_aimage.model.mlxlm.token_batch import TokenBatch
 from clowder_aimage.model.mlxlm.token_sampler import TokenSampler
 from clowder_aimage.model.text.language_model import (
     LENGTH,
@@ -48,20 +49,26 @@ class _Progress:
     fed: int
     drawn: list[int]
     is_limited: bool = False
+    # A token that was computed and not used
+    coming: mx.array | None = None
 
 
 class TextGeneration:
-    """Generates texts with a network; ``ends`` are the tokens that end one."""
+    """Generates texts with a network; ``ends`` are the tokens that end one.
+
+    All open texts are in ``batch``.
+    """
 
     def __init__(
-        self, network: Any, prompt_cache: PromptCache, table: TokenTable, ends: frozenset[int]
+        self,
+        network: Any,
+        batch: TokenBatch,
+        prompt_cache: PromptCache,
+        table: TokenTable,
+        ends: frozenset[int],
     ) -> None:
-        self._network, self._prompt_cache, self._table, self._ends = (
-            network,
-            prompt_cache,
-            table,
-            ends,
-        )
+        self._network, self._batch, self._prompt_cache = network, batch, prompt_cache
+        self._table, self._ends = table, ends
 
     def run(
         self, prompt: Prompt, sampler: TokenSampler, stream: TextStream
@@ -104,7 +111,14 @@ class TextGeneration:
             raise
         finally:
             if is_sound:
-                self._prompt_cache.put([*prompt.tokens, *progress.drawn][: progress.fed], cache)
+                self._keep(prompt, cache, progress)
+
+    def _keep(self, prompt: Prompt, cache: Cache, progress: _Progress) -> None:
+        """Keep the cache for texts that begin alike."""
+        tokens = [*prompt.tokens, *progress.drawn]
+        if progress.coming is not None:
+            tokens.append(progress.coming.item())  # type: ignore[arg-type]
+        self._prompt_cache.put(tokens[: progress.fed], cache)
 
     def _is_hidden(self, number: int, stream: TextStream) -> bool:
         """Return True for special tokens that are not marks, and for those that end a text."""
@@ -127,31 +141,23 @@ class TextGeneration:
         self, prompt: Prompt, cache: Cache, sampler: TokenSampler, progress: _Progress
     ) -> Iterator[Token | None]:
         """Yield each drawn token's log probabilities, until an end or the limit."""
-        drawn, logits = self._step(mx.array(prompt.tokens[-1:]), None, cache, sampler)
-        progress.fed += 1
-        for count in range(1, prompt.count + 1):
-            current, values = drawn, logits
-            # Computed in the background, while the caller has the current token
-            if count < prompt.count:
-                drawn, logits = self._step(current, current, cache, sampler)
-            number: int = current.item()  # type: ignore[assignment]
-            progress.drawn.append(number)
-            progress.fed += count < prompt.count
-            if number in self._ends:
-                return
-            yield self._score_token(number, values, prompt.alternatives)
-            if count % _CLEARED == 0:
-                mx.clear_cache()
-        progress.is_limited = True
-
-    def _step(
-        self, token: mx.array, previous: mx.array | None, cache: Cache, sampler: TokenSampler
-    ) -> tuple[mx.array, mx.array]:
-        """Begin to compute the token after ``token`` (1,); also returns its logits."""
-        logits: mx.array = self._network(token[None], cache=cache)[:, -1, :]
-        drawn = sampler.draw(logits, previous)
-        mx.async_eval(drawn, logits)  # type: ignore[no-untyped-call]
-        return drawn, logits
+        text = self._batch.join(prompt.tokens[-1], cache, sampler, prompt.count)
+        fed = progress.fed
+        try:
+            for count in range(1, prompt.count + 1):
+                drawn, logits = self._batch.take(text)
+                number: int = drawn.item()  # type: ignore[assignment]
+                progress.drawn.append(number)
+                if number in self._ends:
+                    return
+                yield self._score_token(number, logits, prompt.alternatives)
+                if count % _CLEARED == 0:
+                    mx.clear_cache()
+            progress.is_limited = True
+        finally:
+            self._batch.leave(text)
+            # The network may have read the token after the last one that was taken
+            progress.fed, progress.coming = fed + text.fed, text.ready and text.ready[0]
 
     def _score_token(self, number: int, logits: mx.array, alternatives: int | None) -> Token | None:
         """Return the token with its log probability, before penalties and sampling."""

@@ -24,6 +24,7 @@ from clowder_aimage.model.mlxlm.network_weights import (
     load_network,
 )
 from clowder_aimage.model.mlxlm.prompt_cache import PromptCache, cache_size
+from clowder_aimage.model.mlxlm.token_batch import TokenBatch
 from clowder_aimage.model.mlxlm.token_sampler import TokenSampler
 from clowder_aimage.model.text.chat_prompt import begin_chat
 from clowder_aimage.model.text.chat_template import ChatTemplate, check_request, require_template
@@ -113,6 +114,7 @@ class MlxModel:
         self._network, self._backend, self._template = network, backend, template
         self._table, self._ends, self._defaults = TokenTable(backend), ends, defaults
         self._prompt_cache = PromptCache(network, plan.cached)
+        self._batch = TokenBatch(network)
         self.warnings: tuple[str, ...] = ()
         self._embedder: SentenceEmbedder | None = None
         self.context, self.parallel, self.dtype = plan.context, plan.parallel, dtype
@@ -140,7 +142,9 @@ class MlxModel:
         notice = replace(notice, warnings=(*self.warnings, *notice.warnings))
         sampling = self._resolve_sampling(request.sampling)
         sampler = TokenSampler(sampling, prompt.tokens, self.context, prompt.begun.count)
-        generation = TextGeneration(self._network, self._prompt_cache, self._table, self._ends)
+        generation = TextGeneration(
+            self._network, self._batch, self._prompt_cache, self._table, self._ends
+        )
         return begin_events(notice, generation.run(prompt, sampler, stream))
 
     def _begin(self, request: TextRequest) -> tuple[Prompt, TextStream, TextNotice]:

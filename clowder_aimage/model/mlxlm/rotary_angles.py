@@ -24,13 +24,14 @@ class RotaryAngles:
 
     def __init__(self, frequencies: npt.NDArray[np.float32], scale: float = 1.0) -> None:
         self._frequencies, self._scale = frequencies, np.float32(scale)
-        self._span = (-1, -1)
+        self._span: tuple[int | tuple[int, ...], int] = (-1, -1)
         self._angles = (mx.array(0.0), mx.array(0.0))
 
-    def rotate(self, x: mx.array, offset: int) -> mx.array:
+    def rotate(self, x: mx.array, offset: int | tuple[int, ...]) -> mx.array:
         """Return x rotated by its positions. x: (..., length, channels) from position ``offset``.
 
-        Channels beyond those that have frequencies stay.
+        x of several texts, (texts, heads, length, channels), begins at several. Channels beyond
+        those that have frequencies stay.
         """
         half, span = len(self._frequencies), (offset, x.shape[-2])
         if span != self._span:
@@ -42,8 +43,12 @@ class RotaryAngles:
         rotated = x * cosines + mx.roll(x, half, -1) * sines
         return rotated if unrotated is None else mx.concatenate([rotated, unrotated], axis=-1)
 
-    def _compute(self, offset: int, length: int) -> tuple[mx.array, mx.array]:
-        positions = np.arange(offset, offset + length, dtype=np.float32)[:, None]
+    def _compute(self, offset: int | tuple[int, ...], length: int) -> tuple[mx.array, mx.array]:
+        positions = np.arange(length, dtype=np.float32)[:, None]
+        if isinstance(offset, tuple):
+            positions = positions + np.array(offset, np.float32)[:, None, None, None]
+        else:
+            positions += offset
         angles = positions * self._frequencies
         cosines, sines = np.cos(angles) * self._scale, np.sin(angles) * self._scale
         cosines, sines = np.concatenate((cosines, cosines), -1), np.concatenate((-sines, sines), -1)
@@ -65,8 +70,12 @@ def share_angles(network: Any) -> None:
 
 def _create_subclass(usual: Any, angles: RotaryAngles) -> type:
     def rotate(self: Any, x: mx.array, offset: Any = 0) -> mx.array:
-        if isinstance(offset, int) and is_slow(x):
-            return angles.rotate(x, offset)
+        if isinstance(offset, mx.array) and offset.ndim == 1:
+            starts: Any = tuple(offset.tolist())  # type: ignore[arg-type]
+        else:
+            starts = offset
+        if isinstance(starts, int | tuple) and is_slow(x):
+            return angles.rotate(x, starts)
         rotated: mx.array = usual.__call__(self, x, offset=offset)
         return rotated
 
