@@ -218,7 +218,7 @@ def is_passing(error: Exception) -> bool:
 
 
 def build_extra_error(subject: str, extra: str) -> UsageError:
-    """Return the error of what needs a library that is not installed; ``extra`` installs it.
+    """Return the error for a library that ``subject`` needs and that ``extra`` installs.
 
     ``extra`` may have others before it that are of use with it.
     """

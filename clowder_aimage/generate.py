@@ -141,7 +141,7 @@ class RunnableModel:
             yield Image(picture.finish(finished), seed, number)
 
     def list_warnings(self, request: GenerateRequest) -> list[str]:
-        """Return sentences about what has no effect in a request. Raises as ``generate``."""
+        """Return sentences about parameters without effect in a request. Raises as ``generate``."""
         opened = self.adapters.open(request.adapters.loras) if self.adapters else []
         warnings = [adapter.warning for adapter, _ in opened if adapter.warning]
         with _computing():

@@ -28,7 +28,7 @@ _MAX_MODELS = 20
 
 @dataclass(frozen=True, slots=True)
 class ShownAImage:
-    """An AImage: what of it is missing, and for one in a store what it can do here."""
+    """An AImage: its missing parts, and for one in a store its ability here."""
 
     reference: Reference
     stored: StoredAImage

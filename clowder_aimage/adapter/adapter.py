@@ -164,7 +164,7 @@ class Adapter:
 
     @property
     def warning(self) -> str | None:
-        """Return a sentence about what is not used of its file, or None."""
+        """Return a sentence about the unused parts of its file, or None."""
         if not self.embeddings:
             return None
         words = ", ".join(self.embeddings)

@@ -61,7 +61,7 @@ class ModelDescription:
     adapter: dict[str, Any] | None = None
 
     def list_capabilities(self) -> tuple[str, ...]:
-        """Return what the model can do with what is installed."""
+        """Return the capabilities of the model in this installation."""
         return self.ability.list_capabilities()
 
 

@@ -209,7 +209,7 @@ _Loaded = tuple["_ImageModel | LanguageModel", tuple[str, ...], ExitStack]
 
 
 def _load(place: _Place, counter: ProgressCounter, is_cancelled: IsCancelled) -> _Loaded:
-    """Return a loaded model, warnings, and what it holds; called in the model's thread."""
+    """Return a loaded model, warnings, and its resources; called in the model's thread."""
     with needs("running a model", "mlx"):
         from clowder_aimage import generate  # noqa: F401 - before anything is pulled
         from clowder_aimage.engine.local_fetch import fetch
@@ -234,7 +234,7 @@ def _load(place: _Place, counter: ProgressCounter, is_cancelled: IsCancelled) ->
 
 
 def _create_check(place: _Place) -> Check:
-    """Return a function that refuses what cannot be run, before its weights are fetched."""
+    """Return a function that refuses an AImage that cannot run, before its weights are fetched."""
     from clowder_aimage.dialect import AImage
     from clowder_aimage.engine.local_fetch import check_pipeline
     from clowder_aimage.model.library_choice import choose_library

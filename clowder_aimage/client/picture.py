@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Picture:
-    """A generated picture: RGB ``pixels`` (height, width, 3), its seed, and how it was made."""
+    """A generated picture: RGB ``pixels`` (height, width, 3), its seed, and its metadata."""
 
     def __init__(self, pixels: npt.NDArray[np.uint8], seed: int, facts: Mapping[str, Any]) -> None:
         self._pixels: npt.NDArray[np.uint8] | None = pixels

@@ -80,7 +80,7 @@ class Registry:
             return str(remote.resolve(reference).digest)
 
     def show(self, name: Name) -> dict[str, Any]:
-        """Return what ``aimage show --remote --json`` prints. Raises as ``pull``."""
+        """Return the output of ``aimage show --remote --json``. Raises as ``pull``."""
         from clowder_aimage.show import show
 
         reference = self._expand(name)
@@ -172,7 +172,7 @@ class Registry:
     def referrers(
         self, name: Name, *, artifact_type: str = "", recursive: bool = False
     ) -> list[dict[str, Any]]:
-        """Return what ``aimage referrers --json`` prints: the artifacts attached to a name.
+        """Return the output of ``aimage referrers --json``: the artifacts attached to a name.
 
         Raises NotFoundError, UnauthorizedError, AccessError.
         """

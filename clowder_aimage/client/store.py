@@ -45,13 +45,13 @@ class Store:
         return str(self._layout.resolve(to_reference(name)).digest)
 
     def show(self, name: Name) -> dict[str, Any]:
-        """Return what ``aimage show --json`` prints. Raises NotFoundError, FormatError."""
+        """Return the output of ``aimage show --json``. Raises NotFoundError, FormatError."""
         from clowder_aimage.show import show
 
         return show(self._layout, to_reference(name)).to_json()
 
     def diff(self, a: Name, b: Name, *, registry: Registry | None = None) -> dict[str, Any]:
-        """Return what ``aimage diff --json`` prints: how ``b`` differs from ``a``.
+        """Return the output of ``aimage diff --json``: the differences of ``b`` from ``a``.
 
         A name that the store lacks is read from its registry, without its weights.
 

@@ -27,7 +27,7 @@ class WorkThreads:
         self._executor = ThreadPoolExecutor(count, name, lambda: threads.add(threading.get_ident()))
 
     def run(self, work: Work[T]) -> T:
-        """Return the result of work. An interrupt cancels it. Raises what it raises."""
+        """Return the result of work, or raise its error. An interrupt cancels it."""
         # A callback of work may use the model again.
         if threading.get_ident() in self._threads:
             return work(lambda: False)
@@ -41,7 +41,7 @@ class WorkThreads:
             raise
 
     async def arun(self, work: Work[T]) -> T:
-        """Await the result of work. Cancelling the task cancels it. Raises what it raises."""
+        """Await the result of work, or raise its error. Cancelling the task cancels it."""
         cancelled = threading.Event()
         try:
             return await asyncio.wrap_future(self._submit(work, cancelled))

@@ -54,7 +54,7 @@ def read_client_token(path: Path) -> str:
 
 
 def _find_fault(words: list[str], scopes: Collection[str]) -> str | None:
-    """Return what is wrong with a line, without any of its words, as they may be secret."""
+    """Return the fault of a line, without any of its words, as they may be secret."""
     before, colon, _ = words[0].partition(":")
     if colon and before.lower() in _ALL:
         return "a space separates the scope and the token, not ':'"

@@ -1,4 +1,4 @@
-"""The name that someone who mistyped another one meant."""
+"""The name that is nearest to a mistyped one."""
 
 from __future__ import annotations
 

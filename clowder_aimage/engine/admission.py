@@ -161,7 +161,7 @@ class PlaceCounter:
 
 
 class CallerSemaphore:
-    """Limits what is done at once: ``count`` in all, of which a caller has its share."""
+    """Limits concurrent work: ``count`` in all, of which a caller has its share."""
 
     def __init__(self, count: int) -> None:
         self._count = count

@@ -52,7 +52,7 @@ class LoadingEvent:
 
 @dataclass(frozen=True, slots=True)
 class StartedEvent:
-    """The model has accepted the request; ``warnings`` say what has no effect in it."""
+    """The model has accepted the request; ``warnings`` name its fields without effect."""
 
     warnings: Sequence[str] = ()
 

@@ -75,7 +75,7 @@ class FleetKey:
         return bytes(self._key.sign(data).signature)
 
     def open(self, box: bytes) -> bytes | None:
-        """Return what was sealed for this key; None if the box is for another one."""
+        """Return the plaintext that was sealed for this key; None if the box is for another one."""
         try:
             return bytes(SealedBox(self._key.to_curve25519_private_key()).decrypt(box))
         except (CryptoError, ValueError, TypeError):

@@ -362,7 +362,7 @@ def _is_removal(headers: Mapping[str, str] | None) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class WorkerOrder:
-    """An operator's order: whether the worker takes jobs."""
+    """An operator's order that the worker takes jobs, or takes none."""
 
     __pydantic_config__ = STRICT
 

@@ -46,7 +46,7 @@ _MAX_UNPACKER = 64 * 1024 * 1024
 
 
 class FileContent(NamedTuple):
-    """The format of a model in a file, empty for other files, and whether loading it runs code."""
+    """The format of a model in a file, empty for other files. Loading a pickled one runs code."""
 
     kind: str = ""
     is_pickled: bool = False

@@ -27,7 +27,7 @@ _CONVERT = "convert the weights to safetensors, or remove the file"
 
 @dataclass(slots=True)
 class _Tree:
-    """The files below a directory, by their names, and what is never packed."""
+    """The files below a directory, by their names, and the files that are never packed."""
 
     files: dict[str, Path] = field(default_factory=dict)
     left_out: list[LeftOut] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Sidecars of a model file: what Civitai and AUTOMATIC1111's web UI state about it.
+"""Sidecars of a model file: its metadata from Civitai and AUTOMATIC1111's web UI.
 
 ``NAME.civitai.info`` is a version in Civitai's API, as Civitai Helper writes it; ``NAME.json`` is
 the same, a model of that API, or the metadata of the web UI; ``NAME.preview.png`` is a picture.
@@ -59,7 +59,7 @@ class Sidecar:
 
 
 def read_sidecar(path: Path) -> Sidecar:
-    """Return what lies beside the model file at ``path``; what cannot be read is left out."""
+    """Return the readable sidecars of the model file at ``path``."""
     facts: dict[str, Any] = {}
     files: list[SourceFile] = []
     omitted: list[LeftOut] = []
@@ -87,7 +87,7 @@ def read_sidecar(path: Path) -> Sidecar:
 
 
 def describe_adapter(description: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the description of an adapter with what its sidecars state.
+    """Return the description of an adapter with the metadata of its sidecars.
 
     The name of the base in the file itself is the exact one.
     """

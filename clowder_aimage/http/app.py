@@ -349,7 +349,7 @@ def _read_body(bodies: Mapping[web.AbstractRoute, int | None]) -> Middleware:
 
 
 async def _read_counted(request: web.Request, limit: int) -> int:
-    """Read the body for ``request.read()``, counting what has arrived; return its size.
+    """Read the body for ``request.read()``, counting the bytes that arrive; return its size.
 
     Raises ApiError (413, 429) as soon as it is too large.
     """

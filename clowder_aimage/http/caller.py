@@ -20,7 +20,7 @@ def compute_name(text: str) -> str:
 
 
 def identify_owner(request: Request) -> str:
-    """Return the owner of what a request stores: its token's, or ANYONE at a server without."""
+    """Return the owner of the files of a request: its token's, or ANYONE without tokens."""
     owner: str = request.get("owner", ANYONE)
     return owner
 

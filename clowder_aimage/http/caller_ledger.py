@@ -1,4 +1,4 @@
-"""The bounds of a caller: what it may keep and occupy, so that others always have room.
+"""The bounds of a caller on files and memory, so that others always have room.
 
 What is kept is counted from the records of its owner, by each server alike; what is occupied, such
 as the bytes of bodies that arrive, is counted here.
@@ -106,7 +106,7 @@ class CallerLedger:
 
     @contextlib.contextmanager
     def hold(self, bound: Bound, caller: str, stored: int = 0) -> Iterator[Hold]:
-        """Yield what a caller occupies until the context ends."""
+        """Yield the amount of a bound that a caller occupies until the context ends."""
         key = (bound.name, caller)
         hold = Hold(bound, key, self._amounts, stored)
         try:

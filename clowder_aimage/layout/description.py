@@ -1,4 +1,4 @@
-"""Descriptions of manifests, kept in the store by digest: what takes long is derived once.
+"""Descriptions of manifests, kept in the store by digest: each is derived once.
 
 Content never changes, so a description holds until another version of the program derives it. That
 there is nothing to describe is kept, too. Other programs may write these files: who reads a

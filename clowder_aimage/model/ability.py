@@ -1,4 +1,4 @@
-"""The ability of a model here: from its files, its runtime, and what is installed.
+"""The ability of a model here: from its files, its runtime, and this installation.
 
 Lists show what a model can do with what this installation has, and requests for anything else are
 refused before it is loaded. The part that follows from the files is derived once for a digest; the
@@ -48,7 +48,7 @@ class Ability:
         return self.fault or (obstacle.message if obstacle else "")
 
     def list_capabilities(self) -> tuple[str, ...]:
-        """Return what the model can do here."""
+        """Return the capabilities of the model here."""
         return () if self.find_obstacle() else self.capabilities
 
     def check(self, name: object) -> None:

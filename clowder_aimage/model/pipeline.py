@@ -132,7 +132,7 @@ class Pipeline(Protocol):
         ...
 
     def list_warnings(self, request: GenerateRequest) -> list[str]:
-        """Return sentences about what has no effect in a request. Raises as ``check``."""
+        """Return sentences about parameters without effect in a request. Raises as ``check``."""
         ...
 
     def preload(self, request: GenerateRequest) -> str:

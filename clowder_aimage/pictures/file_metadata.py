@@ -1,4 +1,4 @@
-"""The metadata of a picture file that decide how it looks: its orientation and its colours.
+"""The metadata of a picture file that decide its look: its orientation and its colours.
 
 They are read within bounds, and those that are damaged are as good as missing.
 """

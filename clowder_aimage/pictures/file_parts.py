@@ -1,4 +1,4 @@
-"""The parts of a picture file: its pixels, and the metadata that decide how they look.
+"""The parts of a picture file: its pixels, and the metadata that decide their look.
 
 Only the pixels are decoded, so that no other metadata matters, large or damaged. The parts are
 counted before: each costs the decoder time, as a JPEG's scan of a few bytes goes over all pixels,

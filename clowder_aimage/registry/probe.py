@@ -1,4 +1,4 @@
-"""One request to a server that is not a registry, to learn whether and how it answers."""
+"""One request to a server that is not a registry, to learn its answer."""
 
 from __future__ import annotations
 

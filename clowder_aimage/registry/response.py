@@ -335,7 +335,7 @@ class ResponseFailure:
         return self.way + (f": {self.line}" if self.line else "")
 
     def build_advice(self, *, remedy: str = "", hint: str | None = None) -> dict[str, Any]:
-        """Return a remedy or else a hint, with what was tried with credentials."""
+        """Return a remedy or else a hint, with the attempts with credentials."""
         if self.credentials is None:
             return {"remedy": remedy, "hint": hint, "registry": self.host}
         return self.credentials.build_advice(remedy=remedy, hint=hint)
@@ -366,7 +366,7 @@ class ResponseFailure:
 
     @property
     def is_missing(self) -> bool:
-        """True if what was asked for, or the repository to write to, does not exist."""
+        """Return True if the content, or the repository to write to, does not exist."""
         is_write = self.method in ("PUT", "PATCH")
         is_named = self.code == "NAME_UNKNOWN" or self.hint is not None
         return self.status == 404 and (is_named or not is_write)

@@ -14,7 +14,7 @@ from tests.process import Aimage
 
 # Options, the exit code and a part of the message.
 REFUSED: dict[str, tuple[tuple[str, ...], int, str]] = {
-    "size": (("--size", "100x100"), 2, "width must be a multiple of"),
+    "size": (("--size", "100x100"), 2, "size must have a width that is a multiple of"),
     "steps": (("--steps", "0"), 2, "steps must be"),
     "negative": (("--negative", "blue"), 2, "negative requires guidance"),
     "picture": (("--image", "missing.png"), 3, "missing.png"),

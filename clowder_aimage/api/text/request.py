@@ -285,7 +285,7 @@ def _read_tool_choice(value: object) -> object:
 
 
 class ToolChoice(RequestBody):
-    """The function that the answer must call, or whether it calls any."""
+    """The tools that the answer may call: any, none, at least one, or a function."""
 
     type: Literal["auto", "none", "required", "function"] = "auto"
     function: NamedFunction | None = None

@@ -1,4 +1,4 @@
-"""Columns of text: their widths on a terminal, and what is cut if the terminal is narrower."""
+"""Columns of text: their widths on a terminal, and the cells that a narrow one cuts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options for the connection to a fleet and for its keys, and what verbs make of them."""
+"""Options for the connection to a fleet and for its keys, and the values made of them."""
 
 from __future__ import annotations
 

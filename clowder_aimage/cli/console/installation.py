@@ -19,7 +19,7 @@ _TOOLS = {"uv-receipt.toml": "uv tool install", "pipx_metadata.json": "pipx inst
 
 
 class Extra(NamedTuple):
-    """A package that is installed with an extra, and what the extra is for."""
+    """A package that is installed with an extra, and the purpose of the extra."""
 
     package: str
     purpose: str

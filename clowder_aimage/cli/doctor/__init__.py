@@ -1,1 +1,1 @@
-"""The checks of ``aimage doctor``: of this installation, this machine and what it connects to."""
+"""The checks of ``aimage doctor``: of this installation, this machine and its connections."""

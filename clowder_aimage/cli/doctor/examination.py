@@ -1,4 +1,4 @@
-"""The examination of a machine: all checks, and what each of them found."""
+"""The examination of a machine: all checks, and their findings."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _at(runs: Iterable[_Run], stage: Stage) -> Iterator[_Run]:
 
 @dataclass(slots=True, eq=False)
 class _Run:
-    """A check and what it has found; a thread may still work on it."""
+    """A check and its findings so far; a thread may still work on it."""
 
     check: Check
     findings: tuple[Finding, ...] = ()

@@ -30,7 +30,7 @@ class Stage(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A fact with its level. ``advice`` is what to do, beginning with the command if it is one."""
+    """A fact with its level. ``advice`` is a remedy, beginning with the command if it is one."""
 
     level: Level
     message: str

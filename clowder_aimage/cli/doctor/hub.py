@@ -25,7 +25,7 @@ def _is_used() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class HubCheck:
-    """``is_used`` tells whether models may be fetched; ``find_token`` returns it with its place."""
+    """``is_used`` is true if models may be fetched; ``find_token`` returns it with its place."""
 
     connection: ClientOptions
     times: ServerTimes

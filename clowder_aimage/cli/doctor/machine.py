@@ -42,7 +42,7 @@ _MAX_STORED = 8
 def build_checks(
     list_stores: Callable[[], Sequence[Path]], connection: ClientOptions
 ) -> list[Check]:
-    """Return all checks. What cannot be read is left out here: a check reports it."""
+    """Return all checks. Unreadable settings are left out here: a check reports them."""
     times = ServerTimes()
     checks: list[Check] = [
         ProgramCheck(),

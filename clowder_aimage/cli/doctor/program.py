@@ -13,7 +13,7 @@ from clowder_aimage.cli.doctor.finding import Finding, Level, MachineCheck
 
 @dataclass(frozen=True, slots=True)
 class ProgramCheck(MachineCheck):
-    """``is_installed`` tells whether Python finds a package."""
+    """``is_installed`` returns True if Python finds a package."""
 
     name = "program"
     is_installed: Callable[[str], bool] = is_installed

@@ -19,7 +19,7 @@ _WIDTH = 80
 @verb
 @click.option("--offline", is_flag=True, help="Make no connection: leave out those checks.")
 def doctor(offline: bool) -> None:
-    """Check this installation, this machine, and what it connects to.
+    """Check this installation, this machine, and its connections.
 
     Each line is ok, a warning or an error; the line below says what to do. Registries, the hub,
     the worker and NATS have three seconds to answer. Nothing is changed, and no secret is shown.

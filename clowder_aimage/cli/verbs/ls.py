@@ -167,7 +167,7 @@ def _iter_rows(layout: ImageLayout, patterns: tuple[str, ...]) -> Iterator[dict[
 
 
 def _list_capabilities(layout: ImageLayout, descriptor: Descriptor) -> list[str]:
-    """Return what a model can do here; nothing for what is not a readable AImage."""
+    """Return the capabilities of a model here; none if it is not a readable AImage."""
     from clowder_aimage.layout.stored_aimage import interpret, read_manifest
     from clowder_aimage.model.stored_ability import find_ability
 

@@ -1,4 +1,4 @@
-"""``aimage node``: keep models on this machine, and show how a node is."""
+"""``aimage node``: keep models on this machine, and show the status of a node."""
 
 from __future__ import annotations
 

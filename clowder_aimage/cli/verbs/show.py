@@ -175,7 +175,7 @@ def _format_aimage(
 
 
 def _format_publication(config: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return what a publisher states of the model."""
+    """Return the publisher's statements about the model."""
     pairs = []
     if isinstance(permissions := config.get("permissions"), dict):
         shown = [_format_permission(key, value) for key, value in sorted(permissions.items())]
@@ -194,7 +194,7 @@ def _format_permission(key: str, value: object) -> str:
 
 
 def _format_ability(ability: Ability) -> list[tuple[str, str]]:
-    """Return what a language model can do here, or why a model cannot run."""
+    """Return the capabilities of a language model here, or the reason why a model cannot run."""
     if obstacle := ability.find_obstacle():
         advice = format_advice(obstacle)
         reason = f"{obstacle}; {advice}" if advice else str(obstacle)

@@ -52,7 +52,7 @@ def check_embedder(reference: Reference, client: WorkerClient | None, *, local: 
 def _find_capabilities(
     reference: Reference, client: WorkerClient | None, *, local: bool
 ) -> tuple[str, ...]:
-    """Return what a model can do; nothing if it is unknown, or an image model.
+    """Return the capabilities of a model; none if they are unknown, or for an image model.
 
     It is known from the worker of ``client``; without one from the store, from the default worker
     unless ``local``, or from the registry. Raises UnrunnableError: its files do not permit it.

@@ -1,1 +1,1 @@
-"""A client's side of a worker's API: requests, and what their replies mean."""
+"""A client's side of a worker's API: requests and replies."""

@@ -1,4 +1,4 @@
-"""The marks of a job: which attempt counts, and whether the job is over.
+"""The marks of a job: the attempt that counts, and the end of the job.
 
 All marks of a job are in one stream, and have a MAC by its ticket. Every reader decides alike, from
 their order in the stream:

@@ -127,7 +127,7 @@ class FlowPipeline:
         self.build_conditioning(request)
 
     def list_warnings(self, request: GenerateRequest) -> list[str]:
-        """Return sentences about what has no effect in a request. Raises as ``check``."""
+        """Return sentences about parameters without effect in a request. Raises as ``check``."""
         return self.prompts.list_cuts(request)
 
     def check(self, request: GenerateRequest, pictures: PictureInput | None = None) -> None:

@@ -48,7 +48,7 @@ class ScaledRope(Network):
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
-    """A rotary module of mlx-lm: its frequencies and scale, and whether it turns adjacent pairs."""
+    """A rotary module of mlx-lm: frequencies and scale. A traditional one turns adjacent pairs."""
 
     frequencies: Floats
     scale: float

@@ -209,7 +209,7 @@ def _list_asked(request: TextRequest) -> list[int]:
 def _measure_marks(
     request: TextRequest, texts: Sequence[str], write: Callable[[TextRequest, TemplateLimits], str]
 ) -> dict[tuple[int, str], float]:
-    """Return how much of short texts, names and calls the template writes, if it shows that."""
+    """Return the part of short texts, names and calls that the template writes, if it is seen."""
     marked = MarkedMessages(request.messages, texts)
     if marked.has_marks:
         with contextlib.suppress(UsageError, ChatTemplateError):
@@ -223,7 +223,7 @@ def _find_lost(
     prompt: str,
     marks: Mapping[tuple[int, str], float],
 ) -> list[tuple[int, float]]:
-    """Return messages whose texts a prompt lacks, and how much it has."""
+    """Return messages whose texts a prompt lacks, and the part that it has."""
     shares = {number: marks[number, TEXT] for number in numbers if (number, TEXT) in marks}
     others = (
         (number, text) for number in numbers if number not in shares for text in texts[number]

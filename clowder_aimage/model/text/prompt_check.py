@@ -20,7 +20,7 @@ _COMMAND = re.compile(r"(?<!\S)/\w+")
 
 
 def find_lost(texts: Iterable[tuple[int, str]], prompt: str) -> dict[int, float]:
-    """Return the texts that a prompt lacks, or has in part: their numbers, and how much it has.
+    """Return the texts that a prompt lacks, or has in part: their numbers, and the part of each.
 
     The first eight are returned.
     """

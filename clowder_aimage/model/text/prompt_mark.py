@@ -39,7 +39,7 @@ class MarkedMessages:
         return bool(self._marks)
 
     def measure(self, prompt: str) -> dict[tuple[int, str], float]:
-        """Return how much a prompt has of each field of the messages, by number and field."""
+        """Return the part that a prompt has of each field of the messages, by number and field."""
         decoded = unquote(_ESCAPED.sub(lambda match: chr(int(match[1], 16)), prompt))
         return {
             field: min(min(1.0, decoded.count(mark[0]) / len(mark)) for mark in marks)
