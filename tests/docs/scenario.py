@@ -19,6 +19,8 @@ from tests.docs.shell import DIRECTORY, environment, placed, run_all
 from tests.docs.test_docs_commands import first_missing, registries
 
 TUTORIAL = Document(ROOT / "docs/tutorial.md")
+# Seconds for a section that installs all packages, on a busy machine
+_TIMEOUT = 1800
 # heading: the largest number of commands
 LIMITS = {
     "The first picture": 3,
@@ -60,9 +62,8 @@ def follow(heading: str, prefix: Path, package: Path) -> str | None:
             Command(step.text.replace("make install", install), step.expected, step.line)
             for step in steps
         ]
-        for step, (code, output) in zip(
-            steps, run_all(steps, home, variables, places), strict=True
-        ):
+        answers = run_all(steps, home, variables, places, seconds=_TIMEOUT)
+        for step, (code, output) in zip(steps, answers, strict=True):
             missing = first_missing(step.expected, output)
             if code or missing:
                 return f"$ {step.text}\nexit code {code}, missing {missing!r}\n{output}"

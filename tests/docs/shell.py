@@ -103,6 +103,8 @@ def run_all(
     home: Path,
     variables: Mapping[str, str],
     places: Mapping[str, str] | None = None,
+    *,
+    seconds: float = TIMEOUT,
 ) -> list[tuple[int, str]]:
     """Run the commands in one shell; return the exit code and the output of each.
 
@@ -127,7 +129,7 @@ def run_all(
         text=True,
     )
     try:
-        said, _ = shell.communicate(timeout=TIMEOUT)
+        said, _ = shell.communicate(timeout=seconds)
     finally:
         with contextlib.suppress(ProcessLookupError):  # may have been left running
             os.killpg(shell.pid, signal.SIGTERM)
