@@ -390,6 +390,12 @@ def _report(error: click.ClickException | AImageError | OSError) -> int:
         context = error.ctx if isinstance(error, click.UsageError) else None
         kind, hint = "UsageError", f"see: {context.command_path} --help" if context else None
         message = " ".join((message[:1].lower() + message[1:].rstrip(".")).split())
+        if isinstance(error, click.NoSuchOption) and error.possibilities:
+            from clowder_aimage.document.similarity import find_nearest
+
+            message = f"no such option '{error.option_name}'"
+            nearest = find_nearest(error.option_name, error.possibilities)
+            hint = f"did you mean {nearest}? {hint or ''}".rstrip()
     code = error.exit_code
     if wants_json():
         facts = {"code": kind, "exit": code, "message": message}

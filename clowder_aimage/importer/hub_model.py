@@ -49,6 +49,8 @@ from clowder_aimage.oci import read_json
 
 _NAME = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,94}[A-Za-z0-9_])?"
 _REVISION = r"(?:refs/(?:pr|convert)/)?[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}"
+# Of a message of Python; the words follow
+_ERRNO = re.compile(r"\[Errno -?[0-9]+\] ")
 _PREFIX = re.compile(r"hf://|(?:https?://)?(?:www\.)?(?:hf\.co|huggingface\.co)/")
 _SHORT = re.compile(rf"(?P<repository>{_NAME}/{_NAME})(?:@(?P<revision>{_REVISION}))?")
 _LONG = re.compile(
@@ -471,8 +473,9 @@ def _translate(name: HubName, error: BaseException) -> AImageError | None:
     if isinstance(error, errors.HfHubHTTPError):
         return _build_status_error(model, error.response.status_code)
     if type(error).__module__.partition(".")[0] in _TRANSPORTS:
+        reason = _ERRNO.sub("", str(error))
         return NetworkError(
-            f"{model} cannot be fetched: {_THE_HUB} does not answer ({error})", hint=_NETWORK_HINT
+            f"{model} cannot be fetched: {_THE_HUB} does not answer ({reason})", hint=_NETWORK_HINT
         )
     return _build_disk_error(model, error) if isinstance(error, OSError) else None
 

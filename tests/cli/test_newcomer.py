@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from clowder_aimage.cli import main
+from tests.importer.test_other_files import LORA
+from tests.importer.test_sidecar import PNG
 from tests.process import Aimage
 from tests.store import copy_store
 
@@ -23,6 +25,7 @@ class Typed:
     code: int = 0
     out: tuple[str, ...] = ()
     err: tuple[str, ...] = ()
+    absent: str = "Errno"
 
 
 LINES = [
@@ -48,7 +51,29 @@ LINES = [
     Typed("delete x", 2, err=("to remove it from the store: aimage rm x",)),
     Typed("delete 127.0.0.1:1/x:v1 --yes", 1, err=("cannot reach 127.0.0.1:1",)),
     Typed("run x a --steps 0", 2, err=("steps must be a whole number from 1 to 1000, not 0",)),
-    Typed("run x a --size 100x100", 2, err=("size must have a width that is a multiple of 16",)),
+    Typed(
+        "run x a --size 100x100",
+        2,
+        err=("size must have a width that is a multiple of 16",),
+        absent="loading",
+    ),
+    Typed("run x a --size 1000x", 2, err=('size must be "auto" or WIDTHxHEIGHT',)),
+    Typed("run x a --stpes 4", 2, err=("no such option '--stpes'", "did you mean --steps?")),
+    Typed("--stoer s ls", 2, err=("did you mean --store? see: aimage --help",)),
+    Typed("show ./civ", 2, err=("./civ is a path", "to pack a model: aimage create NAME ./civ")),
+    Typed("push /a/b", 2, err=("/a/b is a path", "aimage create NAME /a/b")),
+    Typed("run ./nothing a", 3, err=("./nothing does not exist",)),
+    Typed("run civ/ink.safetensors a", 1, err=("run MODEL --lora civ/ink.safetensors",)),
+    Typed("run Org/Model a", 2, err=("aimage create NAME Org/Model",)),
+    Typed("create civ civ", out=("sha256:",), err=("civ:latest: lora in 4 files",)),
+    Typed("show --card civ", out=("# Ink\n\nA style.",)),
+    Typed("show civ", out=('trigger "ink wash"', "ink.preview.png")),
+    Typed("show --card x", out=("Its weights are random numbers",)),
+    Typed("create junk junk", 1, err=("unsupported model format", "--whole-files")),
+    Typed("create junk junk --whole-files", out=("sha256:",), absent="runs its code"),
+    Typed("serve --token-file tokens", 2, err=("a space separates", "'infer TOKEN'")),
+    Typed("gateway", 2, err=("no NATS server is set", "name one with --nats nats://HOST")),
+    Typed("node status --addr 127.0.0.1:1", 1, err=("127.0.0.1:1",)),
     Typed("serve --port 80", 2, err=("--addr HOST:PORT sets the address and the port",)),
     Typed("registry serve --token-file tokens", 2, err=("a space separates", "'read TOKEN'")),
 ]
@@ -61,6 +86,13 @@ def store(tmp_path_factory: pytest.TempPathFactory, tiny_store: Path) -> Aimage:
     here = Aimage(home, home / "store")
     copy_store(tiny_store, here.store)
     here("tag", "x", "long/name:v1", "-q")
+    (home / "civ").mkdir()
+    (home / "civ/ink.safetensors").write_bytes(LORA)
+    (home / "civ/ink.json").write_text('{"activation text": "ink wash"}')
+    (home / "civ/ink.preview.png").write_bytes(PNG)
+    (home / "civ/README.md").write_text("---\nlicense: mit\n---\n# Ink\n\nA style.\n")
+    (home / "junk").mkdir()
+    (home / "junk/weights.bin").write_bytes(bytes(range(256)) * 99)
     (home / "tokens").write_text(f"{TOKEN}\n")
     (home / "tokens").chmod(0o600)
     return here
@@ -71,6 +103,7 @@ def test_a_newcomer_is_answered(store: Aimage, typed: Typed) -> None:
     done = store(*typed.words.replace("'", "").split(), code=typed.code)
     for text, words in ((done.out, typed.out), (done.err, typed.err)):
         assert [word for word in words if word not in text] == []
+    assert typed.absent not in done.err
 
 
 def test_the_first_lines_fit_a_terminal(store: Aimage) -> None:

@@ -380,7 +380,13 @@ def parse_reference(text: str) -> Reference:
     """Parse the name of an AImage. Raises UsageError."""
     from clowder_aimage.oci import Reference
 
-    return Reference.parse(text)
+    try:
+        return Reference.parse(text)
+    except UsageError as error:
+        if text.startswith(("./", "../", "/", "~/")):
+            error.message = f"{text} is a path, where the name of an AImage is expected"
+            error.remedy, error.facts = "pack_path", {"path": text}
+        raise
 
 
 def parse_annotation(text: str) -> tuple[str, str]:

@@ -43,6 +43,7 @@ REMEDIES = {
     "skopeo copy docker-archive:FILE oci-archive:NEW:NAME",
     "export_model": "to write a model, omit --as",
     "use_torch": "select it with --backend torch, or omit --compile, --attention and --device",
+    "pack_path": "to pack a model: aimage create NAME {path}",
     "other_device": "PyTorch sees {devices}: name one with --device, or omit it; a GPU needs its "
     "driver, and a build of PyTorch for CUDA or ROCm",
     "use_adapter": "use it with a model: aimage run MODEL --lora {reference}",
