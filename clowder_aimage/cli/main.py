@@ -265,6 +265,9 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except BaseException as error:
         if not (interruption.is_pending or isinstance(error, KeyboardInterrupt | click.Abort)):
             raise
+        if isinstance(error, click.Abort):
+            # The cursor is behind a question.
+            click.echo(err=True)
         _print_error("interrupted; complete blobs are kept")
         code = 130
     return code if isinstance(code, int) else 0

@@ -9,9 +9,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+import click
 import pytest
 
 from clowder_aimage import Store
+from clowder_aimage.cli.console import column
 from clowder_aimage.cli.create import named_model
 from clowder_aimage.cli.worker import model_argument
 from clowder_aimage.client.short_name import obtain
@@ -101,6 +103,24 @@ def test_a_terminal_is_asked(
     assert "Fetch middle (" in done.err and "as small:latest? [Y/n]" in done.err
     assert ("nothing was fetched" in done.err) == bool(code)
     assert names(here) == ([] if code else ["small:latest"])
+
+
+def test_an_interrupted_question_ends_its_line(
+    here: Aimage, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(text: str, **_: object) -> bool:
+        click.echo(f"{text} [Y/n]: ", nl=False, err=True)
+        raise click.Abort
+
+    terminal = SimpleNamespace(stdin=SimpleNamespace(isatty=lambda: True), platform="linux")
+    monkeypatch.setattr(named_model, "sys", terminal)
+    monkeypatch.setattr(click, "confirm", interrupt)
+    monkeypatch.setattr(column, "get_width", lambda: 40)
+    done = here("pull", "small", code=130)
+    assert done.err.endswith(" [Y/n]: \naimage: interrupted; complete blobs are kept\n")
+    assert hub.fetched() == set() and not here.store.exists()
+    # The sentences around the table are divided between words.
+    assert "\nmiddle fits in the 2.5 GB of memory that\nare free\n" in done.err
 
 
 @pytest.mark.integration

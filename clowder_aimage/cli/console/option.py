@@ -382,11 +382,11 @@ def parse_reference(text: str) -> Reference:
 
     try:
         return Reference.parse(text)
-    except UsageError as error:
-        if text.startswith(("./", "../", "/", "~/")):
-            error.message = f"{text} is a path, where the name of an AImage is expected"
-            error.remedy, error.facts = "pack_path", {"path": text}
-        raise
+    except UsageError:
+        if not text.startswith(("./", "../", "/", "~/")):
+            raise
+        message = f"{text} is a path, where the name of an AImage is expected"
+        raise UsageError(message, remedy="pack_path", path=text) from None
 
 
 def parse_annotation(text: str) -> tuple[str, str]:

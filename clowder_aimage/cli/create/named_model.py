@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from clowder_aimage.cli.console import column
 from clowder_aimage.cli.console.option import get_settings
 from clowder_aimage.cli.console.output import (
     META,
@@ -117,12 +118,14 @@ def make_offer(reference: Reference, model: NamedModel, connection: ClientOption
 
 def show_offer(offer: Offer) -> None:
     """Print the variants of a model, and which one is chosen."""
-    model = offer.model
-    lines = [_describe_model(model)]
+    model, width = offer.model, column.get_width()
+    head, choice = (
+        column.wrap(text, width) if width else [text]
+        for text in (_describe_model(model), _describe_choice(offer))
+    )
     rows: list[tuple[str, ...]] = [("", "variant", "download", "in the store", "memory", "source")]
     rows += [_build_row(variant, offer) for variant in model.variants]
-    lines += format_table(rows)
-    note("\n".join([*lines, _describe_choice(offer)]))
+    note("\n".join([*head, *format_table(rows), *choice]))
 
 
 def _describe_model(model: NamedModel) -> str:
