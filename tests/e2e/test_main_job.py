@@ -205,7 +205,7 @@ def test_a_foreign_manifest_survives_byte_for_byte(
         f"{base}/manifests/foreign",
         data=manifest,
         headers={"Content-Type": "application/vnd.oci.image.manifest.v1+json"},
-        timeout=10,
+        timeout=60,
     )
     assert put.status_code == 201
     here = aimage("here")
@@ -214,7 +214,7 @@ def test_a_foreign_manifest_survives_byte_for_byte(
     here("tag", f"{repository}:foreign", f"{repository}:again")
     assert here("push", f"{repository}:again").line == digest
     accept = {"Accept": "application/vnd.oci.image.manifest.v1+json"}
-    got = requests.get(f"{base}/manifests/again", headers=accept, timeout=10)
+    got = requests.get(f"{base}/manifests/again", headers=accept, timeout=60)
     assert got.content == manifest
     assert "not an AImage" in here("run", f"{repository}:foreign", "x", code=5).err
 
@@ -223,10 +223,10 @@ def _upload(requests: ModuleType, base: str, data: bytes) -> str:
     import hashlib
 
     digest = "sha256:" + hashlib.sha256(data).hexdigest()
-    begun = requests.post(f"{base}/blobs/uploads/", timeout=10)
+    begun = requests.post(f"{base}/blobs/uploads/", timeout=60)
     location = begun.headers["Location"]
     joint = "&" if "?" in location else "?"
-    done = requests.put(f"{location}{joint}digest={digest}", data=data, timeout=10)
+    done = requests.put(f"{location}{joint}digest={digest}", data=data, timeout=60)
     assert done.status_code == 201
     return digest
 

@@ -116,7 +116,7 @@ class Program:
     """A connection in the protocol of NATS itself, which counts what reaches others."""
 
     def __init__(self, port: int, user: str, password: str) -> None:
-        self._socket = socket.create_connection(("127.0.0.1", port), timeout=10)
+        self._socket = socket.create_connection(("127.0.0.1", port), timeout=60)
         login = {"user": user, "pass": password, "verbose": False, "pedantic": False}
         self._send(f"CONNECT {json.dumps(login)}")
         self.synchronise()

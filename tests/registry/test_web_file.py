@@ -248,7 +248,7 @@ def test_bytes_that_drip_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(NetworkError, match="does not answer in time"):
             fetch(f"http://127.0.0.1:{port}/a.png", ClientOptions(), limit=LIMIT)
         over.set()
-        thread.join(10)
+        thread.join(60)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from tests.text.hostile_schema import SCHEMAS
 
 ENDLESS = {"type": "integer", "multipleOf": 9_999_991, "minimum": 0}
 # Of Python, llama.cpp and the model of bytes, before the limits are set, and of the first try
-START_SECONDS, START_MEMORY = 1.5, 160 << 20
+START_SECONDS, START_MEMORY = 10.0, 160 << 20
 
 
 @pytest.mark.integration
@@ -33,7 +33,7 @@ def test_no_schema_takes_more_time_and_memory_than_its_process_may() -> None:
     for trial in trials.values():
         assert trial["trial"] < SECONDS + START_SECONDS, trial
         assert trial["peak"] < MEMORY + START_MEMORY, trial
-        assert trial["prepare"] <= 0.5, trial
+        assert trial["prepare"] <= 3.0, trial
     refused = {name for name, trial in trials.items() if trial["reason"]}
     assert refused > {"multipleOf 9999991", "maxItems", "enum of 10^5", "uniqueItems"}
     assert refused > {"references to itself", "references in a circle", "any of itself"}

@@ -24,7 +24,7 @@ from clowder_aimage.registry import ClientOptions
 from tests.conftest import TINY
 from tests.process import Aimage
 from tests.store import copy_store
-from tests.wait import until
+from tests.wait import PATIENCE, until
 
 if TYPE_CHECKING:
     from clowder_aimage.api.service import Service
@@ -89,9 +89,9 @@ class Worker:
         return self.wait()
 
     def wait(self) -> tuple[int, str]:
-        code = self.process.wait(30)
+        code = self.process.wait(PATIENCE)
         if self._reader is not None:
-            self._reader.join(10)
+            self._reader.join(PATIENCE)
         return code, "".join(self.lines)
 
     def end(self) -> None:
@@ -101,7 +101,7 @@ class Worker:
         if self.process.poll() is None:
             self.process.terminate()
             try:
-                self.process.wait(20)
+                self.process.wait(PATIENCE)
             except subprocess.TimeoutExpired:
                 self.process.kill()
         self.wait()
@@ -142,7 +142,7 @@ def _read(process: subprocess.Popen[str], lines: list[str]) -> None:
 
 def get(url: str, headers: Mapping[str, str]) -> Any:
     with urllib.request.urlopen(
-        urllib.request.Request(url, headers=dict(headers)), timeout=30
+        urllib.request.Request(url, headers=dict(headers)), timeout=PATIENCE
     ) as answer:
         return json.load(answer)
 
@@ -197,7 +197,7 @@ class LocalWorker:
         self._ready: Future[Service] = Future()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
-        self.service = self._ready.result(30)
+        self.service = self._ready.result(PATIENCE)
 
     @property
     def has_gateway(self) -> bool:
@@ -245,7 +245,7 @@ class LocalWorker:
             other.end()
         if self._thread.is_alive():
             self.drain()
-            self._thread.join(30)
+            self._thread.join(PATIENCE)
         self._listeners.close()
         logging.getLogger("aimage").removeHandler(self._log)
         assert not self.exceptions

@@ -82,5 +82,5 @@ def test_a_piece_that_is_held_back_is_written_while_the_model_computes() -> None
             assert found is not None and found[0]["text"] == text
         source.close()  # as when the worker exits
         writer.write_piece(1, TextDelta("c"))
-        thread.join(10)
+        thread.join(60)
         assert not thread.is_alive()

@@ -16,6 +16,7 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from clowder_aimage.http import background, loop_watch
 from clowder_aimage.http.background import run_in_background
+from tests import conftest
 
 
 def compute() -> None:
@@ -27,6 +28,7 @@ def compute() -> None:
 @pytest.fixture(autouse=True)
 def strict(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop_watch, "BLOCKED", 0.01)
+    monkeypatch.setattr(conftest, "measure_slowness", lambda: 1.0)
 
 
 def ask(handler: Any) -> int:

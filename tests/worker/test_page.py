@@ -76,7 +76,7 @@ def test_the_page_is_opened_at_the_first_address_of_a_browser(
     monkeypatch.setattr("webbrowser.open", lambda url: opened.append(url))
     thread = open_page(["unix:/run/aimage.sock", "http://127.0.0.1:11434"])
     assert thread is not None
-    thread.join(10)
+    thread.join(60)
     assert opened == ["http://127.0.0.1:11434"]
     assert open_page(["unix:/run/aimage.sock"]) is None
     done = Aimage(tmp_path, tmp_path / "store")("serve", "--open", "--no-page", code=2)
