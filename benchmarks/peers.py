@@ -1,8 +1,8 @@
 """Commands of aimage and of the tools that it is compared with.
 
-A pull goes into an empty directory. skopeo and aimage write an OCI image layout and verify
-every byte. oras-py does neither: it writes the layers one after the other to files, named by digest
-if a layer has no title.
+A pull goes into an empty directory. skopeo, oras, crane and aimage write an OCI image layout and
+verify every byte. oras-py does neither: it writes the layers one after the other to files, named by
+digest if a layer has no title.
 
 curl is used in its fastest way to push: four workers with equal shares of the bytes. A worker is
 one curl for the HEADs and POSTs, and one for the PUTs to the returned locations; each keeps its
@@ -12,6 +12,7 @@ connection. It pushes the layers and the config, but no manifest.
 from __future__ import annotations
 
 import importlib.util
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -20,7 +21,12 @@ from benchmarks.shapes import Descriptor, blob_path, content
 
 AIMAGE = str(Path(sys.executable).with_name("aimage"))
 OURS = "aimage pull"
-PULLS = {"skopeo": "skopeo copy", "oras-py": "oras-py pull"}
+PULLS = {
+    "skopeo": "skopeo copy",
+    "oras-py": "oras-py pull",
+    "oras": "oras copy",
+    "crane": "crane pull",
+}
 PUSH, PUSH_PEER = "aimage push", "curl, 4 at a time"
 WORKERS = 4
 ORAS_PULL = """
@@ -52,7 +58,8 @@ for pid in "${pids[@]}"; do wait "$pid" || exit 1; done
 
 def known_peers() -> list[str]:
     """Return the available tools to compare pulls with."""
-    return [name for name in PULLS if name != "oras-py" or importlib.util.find_spec("oras")]
+    has_oras_py = importlib.util.find_spec("oras") is not None
+    return [name for name in PULLS if (has_oras_py if name == "oras-py" else shutil.which(name))]
 
 
 def pull_commands(peers: list[str], name: str, target: Path) -> dict[str, list[str]]:
@@ -63,6 +70,11 @@ def pull_commands(peers: list[str], name: str, target: Path) -> dict[str, list[s
             *(f"docker://{name}", f"oci:{target}:{name.rpartition(':')[2]}"),
         ],
         "oras-py": [sys.executable, "-c", ORAS_PULL, name, str(target)],
+        "oras": [
+            *("oras", "copy", "--no-tty", "--from-plain-http", name),
+            *("--to-oci-layout", f"{target}:{name.rpartition(':')[2]}"),
+        ],
+        "crane": ["crane", "pull", "--insecure", "--format", "oci", name, str(target)],
     }
     commands = {PULLS[peer]: theirs[peer] for peer in peers}
     return commands | {OURS: [AIMAGE, "-q", "--store", str(target), "pull", name]}

@@ -1,13 +1,15 @@
 """Compare pull and push with other tools, against docker-registry on loopback, in one run.
 
     python -m benchmarks.transfer [--pull] [--push] [--link] [--delta] [--quota 40]
-        [--shapes SHAPE,...] [--rounds 5] [--peers skopeo,oras-py] [--directory DIR]
+        [--shapes SHAPE,...] [--rounds 5] [--peers skopeo,oras-py,oras,crane]
+        [--server docker-registry|registry|static] [--directory DIR]
 
 Each option prints a table; the default is ``--pull``. ``shapes.py`` defines the shapes,
 ``peers.py`` the commands.
 
 --pull   into an empty directory. The time of aimage includes its fsyncs; other tools do not sync
-         their writes, so their time includes a ``sync -f`` of the target.
+         their writes, so their time includes a ``sync -f`` of the target; the column "unsynced" is
+         without it.
 --link   the same through ``link.py``: 20 MiB/s per connection, a round trip of 40 ms.
 --push   into an empty registry.
 --delta  v1, then v2 into the same directory, through ``link.py`` without limits: all bytes that the
@@ -17,7 +19,8 @@ Each option prints a table; the default is ``--pull``. ``shapes.py`` defines the
 
 Rounds are interleaved; the tables show medians, and the ratio to the first tool. Needs
 docker-registry, skopeo and curl, and a few GiB in ``--directory``, where the shapes are kept for
-the next run.
+the next run. ``--server registry`` is the program of distribution v3, ``static`` is nginx with
+``nginx.conf`` and the files of a layout, which costs the least; for pulls only.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,9 +51,10 @@ SHAPES = {"pull": "a,b,c", "link": "1g,c", "push": "a,b,c", "delta": "c"}
 
 @dataclass
 class Cost:
-    """Wall and client CPU in seconds, peak resident memory in MiB."""
+    """Wall and client CPU in seconds, peak resident memory in MiB; ``unsynced`` is without sync."""
 
     wall: float
+    unsynced: float
     cpu: float
     rss: float
 
@@ -64,6 +69,7 @@ class Run:
     directory: Path
     peers: list[str]
     rounds: int
+    server: str = "docker-registry"
 
     @property
     def target(self) -> Path:
@@ -84,19 +90,24 @@ def measure(command: list[str], then: Callable[[], None] = lambda: None) -> Cost
     process.stderr.close()
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
+    unsynced = time.perf_counter() - begun
     then()
     wall = time.perf_counter() - begun
     if process.returncode:
         sys.exit(f"{' '.join(command)[:300]} failed: {said.decode()[-500:]}")
-    return Cost(wall, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024)
+    return Cost(wall, unsynced, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024)
 
 
-@contextlib.contextmanager
-def registry(root: Path) -> Iterator[str]:
-    """Run docker-registry over ``root``; yield host:port."""
+def free_host() -> str:
+    """Return a host and a port that no program uses."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        host = f"127.0.0.1:{probe.getsockname()[1]}"
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+def registry(root: Path, program: str = "docker-registry") -> AbstractContextManager[str]:
+    """Run a registry over ``root``; the context is its host:port."""
+    host = free_host()
     config = {
         "version": 0.1,
         "log": {"accesslog": {"disabled": True}, "level": "error"},
@@ -105,11 +116,27 @@ def registry(root: Path) -> Iterator[str]:
     }
     path = root.with_suffix(".yml")
     path.write_text(json.dumps(config))
-    with subprocess.Popen(
-        ["docker-registry", "serve", str(path)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    ) as process:
+    return running([program, "serve", str(path)], host)
+
+
+def static(directory: Path, chosen: list[str]) -> AbstractContextManager[str]:
+    """Run nginx over the layouts of these shapes; the context is its host:port."""
+    host, root = free_host(), directory / "static"
+    root.mkdir(exist_ok=True)
+    for shape in chosen:
+        layout = shapes.make_layout(directory, shape)
+        [entry] = json.loads((layout / "index.json").read_text())["manifests"]
+        shutil.copy(shapes.blob_path(layout, entry), root / f"manifest-{shape}")
+    path = root / "nginx.conf"
+    text = Path(__file__).with_name("nginx.conf").read_text()
+    path.write_text(text.replace("@HOST@", host).replace("@DIRECTORY@", str(directory)))
+    return running(["nginx", "-c", str(path), "-p", str(root)], host)
+
+
+@contextlib.contextmanager
+def running(command: list[str], host: str) -> Iterator[str]:
+    """Run a server that listens on ``host``, and yield that once it answers."""
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         try:
             for _ in range(500):
                 with contextlib.suppress(OSError):
@@ -125,10 +152,13 @@ def pulls(run: Run, chosen: list[str], limits: tuple[float, float] | None = None
     """Print the table of pulls; with ``limits``, through the link."""
     rows: Rows = {}
     with contextlib.ExitStack() as stack:
-        host = stack.enter_context(registry(run.directory / "registry"))
-        for shape in chosen:
-            layout = shapes.make_layout(run.directory, shape)
-            shapes.ensure_pushed(layout, f"bench/{shape}:v1", host)
+        if run.server == "static":
+            host = stack.enter_context(static(run.directory, chosen))
+        else:
+            host = stack.enter_context(registry(run.directory / run.server, run.server))
+            for shape in chosen:
+                layout = shapes.make_layout(run.directory, shape)
+                shapes.ensure_pushed(layout, f"bench/{shape}:v1", host)
         if limits:
             host = stack.enter_context(link(host, *limits)).host
         for _ in range(run.rounds):
@@ -140,7 +170,8 @@ def pulls(run: Run, chosen: list[str], limits: tuple[float, float] | None = None
                     rows.setdefault(shape, {}).setdefault(tool, []).append(cost)
                     _check(run.target, sum(shapes.sizes(shape)))
     run.clear()
-    _print("pull through the link" if limits else "pull", rows)
+    where = "" if run.server == "docker-registry" else f" from {run.server}"
+    _print(("pull through the link" if limits else "pull") + where, rows)
 
 
 def pushes(run: Run, chosen: list[str]) -> None:
@@ -172,7 +203,7 @@ def deltas(run: Run, chosen: list[str]) -> None:
     """Print the table of second versions. It does not depend on time: one round."""
     rule = "|---|---|---|---|---|"
     print(f"\n| pull of v2 after v1 | tool | sent MiB | v2 MiB | % of v2 |\n{rule}")
-    with registry(run.directory / "registry") as host:
+    with registry(run.directory / "docker-registry") as host:
         for shape in chosen:
             layout, name = shapes.make_versions(run.directory, shape), f"bench/delta-{shape}"
             for tag in ("v1", "v2"):
@@ -237,16 +268,17 @@ def _check(directory: Path, size: int) -> None:
 
 
 def _print(verb: str, rows: Rows) -> None:
-    print(f"\n| {verb} | tool | wall s | CPU s | peak MiB | ratio |\n|---|---|---|---|---|---|")
+    rule = "|---|---|---|---|---|---|---|"
+    print(f"\n| {verb} | tool | wall s | unsynced | CPU s | peak MiB | ratio |\n{rule}")
     for shape, tools in rows.items():
         reference = statistics.median(cost.wall for cost in next(iter(tools.values())))
         for tool, costs in tools.items():
-            wall, cpu, rss = (
+            wall, unsynced, cpu, rss = (
                 statistics.median(getattr(cost, name) for cost in costs)
-                for name in ("wall", "cpu", "rss")
+                for name in ("wall", "unsynced", "cpu", "rss")
             )
-            ratio = wall / reference
-            print(f"| {shape} | {tool} | {wall:.2f} | {cpu:.2f} | {rss:.0f} | {ratio:.2f} |")
+            times = f"{wall:.2f} | {unsynced:.2f} | {cpu:.2f}"
+            print(f"| {shape} | {tool} | {times} | {rss:.0f} | {wall / reference:.2f} |")
 
 
 def main() -> None:
@@ -259,6 +291,8 @@ def main() -> None:
     parser.add_argument("--shapes", help="for all of these tables")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--peers", default=",".join(peers.known_peers()), help="of a pull")
+    servers = ["docker-registry", "registry", "static"]
+    parser.add_argument("--server", choices=servers, default=servers[0], help="of a pull")
     parser.add_argument("--directory", type=Path)
     options = parser.parse_args()
     tables = {
@@ -275,7 +309,7 @@ def main() -> None:
         if directory is None:
             directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         directory.mkdir(parents=True, exist_ok=True)
-        run = Run(directory.resolve(), options.peers.split(","), options.rounds)
+        run = Run(directory.resolve(), options.peers.split(","), options.rounds, options.server)
         for table in asked:
             tables[table](run, (options.shapes or SHAPES[table]).split(","))
         if options.quota:
