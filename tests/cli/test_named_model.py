@@ -15,10 +15,12 @@ import pytest
 from clowder_aimage import Store
 from clowder_aimage.cli.console import column
 from clowder_aimage.cli.create import named_model
+from clowder_aimage.cli.verbs import serve
 from clowder_aimage.cli.worker import model_argument
 from clowder_aimage.client.short_name import obtain
 from clowder_aimage.config.name_index import read_index
 from clowder_aimage.engine import machine
+from clowder_aimage.engine.settings import Settings
 from clowder_aimage.errors import NotFoundError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import read_aimage
@@ -310,6 +312,27 @@ def test_the_enhancer_may_be_a_short_name(here: Aimage, hub: Hub) -> None:
     # A language model of random bytes was packed and cannot be loaded.
     assert "license: MIT" in here(*command, "--yes", code=1).err
     assert "small:latest" in names(here)
+
+
+def test_a_worker_starts_with_the_short_names_of_its_settings(
+    here: Aimage, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = list[object]()
+
+    def start(config: Settings, *_: object, **__: object) -> None:
+        started.append((config.default_model, config.enhancer, config.wanted))
+
+    monkeypatch.setattr(serve, "run_server", start)
+    command = ("serve", "--default-model", "small", "--enhancer", "small:little", "--wanted", "x")
+    # A service warns, and starts.
+    here(*command)
+    assert started == [("small", "small:little", ("x",))] and hub.requests == []
+    here(*command, "--yes")
+    assert started[1:] == [("small:latest", "small:little", ("x",))]
+    assert names(here) == ["small:latest", "small:little"]
+    write_names(here, LISTED.replace("text", "image"))
+    here("rm", "small:little")
+    assert "small is not a language model" in here(*command, "--yes", code=2).err
 
 
 @pytest.fixture

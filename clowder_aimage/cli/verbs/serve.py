@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import platform
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
@@ -31,15 +32,17 @@ from clowder_aimage.cli.console.option import (
     start_traces,
     torch_options,
     verb,
+    yes_option,
 )
 from clowder_aimage.cli.console.output import print_result
 from clowder_aimage.cli.console.remedy import format_advice
 from clowder_aimage.config.user_directory import find_config_file
 from clowder_aimage.errors import UsageError, needs
+from clowder_aimage.oci import Reference
 
 if TYPE_CHECKING:
     from clowder_aimage.api.service import Service
-    from clowder_aimage.engine.settings import ServerSettings
+    from clowder_aimage.engine.settings import ServerSettings, Settings
     from clowder_aimage.fleet.link import FleetAccess
     from clowder_aimage.http.local_call import LocalCalls
     from clowder_aimage.http.route import Role
@@ -263,6 +266,7 @@ allow_origin_option = click.option(
         metavar="DIR",
         help="Offer the adapters in this directory: 'styles/ink' is styles/ink.safetensors in it.",
     ),
+    yes_option,
 )
 @in_section(
     "Memory",
@@ -392,6 +396,9 @@ def serve(aliases: tuple[str, ...], is_node: bool, opens: bool, **options: Any) 
     A browser shows the page at the URL, which is printed when requests are accepted. The APIs are
     OpenAI's and ollama's for images, and Clowder's: /docs shows them.
 
+    The default model, the enhancer and models of --wanted may be short names: on a terminal they
+    are fetched after a question, before the start.
+
     Options that are not given come from the environment (AIMAGE_SERVE_ADDR and so on), then from
     "worker" in the configuration: see 'aimage config show'.
     """
@@ -417,7 +424,32 @@ def serve(aliases: tuple[str, ...], is_node: bool, opens: bool, **options: Any) 
             access = build_fleet_access(config.join, access_options, WORKER)
         if config.worker_name and not is_worker_name(config.worker_name):
             raise UsageError(f"--worker-name: a worker may not be named {config.worker_name!r}")
-    run_server(config, node, access, opens=opens)
+    run_server(_obtain_models(config), node, access, opens=opens)
+
+
+def _obtain_models(config: Settings) -> Settings:
+    """Return settings with models in the store: short names are fetched if the user agrees.
+
+    A service without a terminal starts without them, and warns.
+    """
+    if not (get_settings().yes or (sys.stdin is not None and sys.stdin.isatty())):
+        return config
+    from clowder_aimage.cli.create.named_model import obtain
+    from clowder_aimage.cli.worker.enhancer import check_enhancer
+    from clowder_aimage.config.name_index import NamedModel, read_index
+
+    index = read_index()
+
+    def obtain_name(name: str, check: Callable[[NamedModel], None] = lambda _: None) -> str:
+        reference = Reference.parse(config.aliases.get(name, name))
+        return name if index.find(reference) is None else str(obtain(reference, check))
+
+    obtained = {
+        "default_model": config.default_model and obtain_name(config.default_model),
+        "enhancer": config.enhancer and obtain_name(config.enhancer, check_enhancer),
+        "wanted": tuple(map(obtain_name, config.wanted)),
+    }
+    return config.model_copy(update=obtained)
 
 
 def check_stores(stores: Sequence[Path]) -> None:

@@ -60,7 +60,7 @@ class LocalEnhancer:
         if self._model is None or self._name != reference:
             # Frees the memory before the load.
             self._model = None
-            self._model = LocalLanguageModel(obtain(reference, _check_named), self.options)
+            self._model = LocalLanguageModel(obtain(reference, check_enhancer), self.options)
             self._name = reference
         prompt, seed = draft.prompt, draft.sampling.seed
         request = build_enhancement_request(prompt, seed, enhancement.instruction)
@@ -88,7 +88,7 @@ class LocalEnhancer:
         return free is not None and free >= _FACTOR * weights
 
 
-def _check_named(model: NamedModel) -> None:
+def check_enhancer(model: NamedModel) -> None:
     """Reject an image model before a download. Raises UsageError."""
     if model.kind == "image":
         raise UsageError(f"{model.name} is not a language model: it enhances no prompts")
