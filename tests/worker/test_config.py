@@ -246,7 +246,7 @@ def test_schema_settings_and_options_have_the_same_names() -> None:
     assert set(described) == {camel(name) for name in fields}
     options = {one.name for one in serve.params if isinstance(one, click.Option)}
     others = {"plain_http", "insecure", "ca_file", "store", "as_json", "quiet", "template"}
-    others |= {"accepts_verbose"}
+    others |= {"accepts_verbose", "yes"}
     others |= {"is_node", "opens", *NODE_OPTIONS, *ACCESS_OPTIONS}
     assert options - others == set(fields) - {"backends"}  # only in files and the environment
 
@@ -487,7 +487,7 @@ def test_the_schema_and_the_options_of_the_registry_have_the_same_names() -> Non
         assert option.envvar == variable
         assert key != "addr" or option.default == described[key]["default"]
     others = {"plain_http", "insecure", "ca_file", "store", "as_json", "quiet", "template"}
-    others |= {"accepts_verbose"}
+    others |= {"accepts_verbose", "yes"}
     assert set(options) == others
 
 
