@@ -487,7 +487,7 @@ def test_the_schema_and_the_options_of_the_registry_have_the_same_names() -> Non
         assert option.envvar == variable
         assert key != "addr" or option.default == described[key]["default"]
     others = {"plain_http", "insecure", "ca_file", "store", "as_json", "quiet", "template"}
-    others |= {"accepts_verbose", "yes"}
+    others |= {"accepts_verbose"}
     assert set(options) == others
 
 
