@@ -514,6 +514,8 @@ class Engine:
         else:
             deadline.set(self.limits.text_deadline, "text", "request fewer tokens")
             observed = self._observe_text(model, request, emit)
+            if isinstance(parameters, TextRequest):
+                parameters = replace(parameters, owner=request.caller)
         assert request.stored is not None  # noqa: S101 - set when it entered the queue
         manifest, name = request.stored.descriptor, request.pinned_name
         try:

@@ -103,6 +103,14 @@ def test_end_counts_tokens_and_what_was_cached(path: Path) -> None:
     assert first.seconds > 0 < first.prompt_seconds
 
 
+def test_prompts_of_another_client_are_computed_anew(path: Path) -> None:
+    model = load(path, parallel=4)
+    prompt = "a prompt of clients that do not know each other, and of no other test"
+    for owner, is_cached in (("a", False), ("b", False), ("a", True), ("b", True), ("c", False)):
+        found = end_of(model, complete(prompt, 4, owner=owner))
+        assert (found.cached_tokens > 0) == is_cached, owner
+
+
 def test_log_probabilities_are_those_before_sampling(model: LlamaModel) -> None:
     pieces = [*model.generate(complete("the", 6, alternatives=3))]
     tokens = [token for p in pieces if isinstance(p, TextDelta) for token in p.tokens]

@@ -149,6 +149,13 @@ def test_a_conversation_goes_on_with_the_keys_and_values_it_has(tmp_path: Path) 
     assert text_of(again) == text_of(begun)
 
 
+def test_prompts_of_another_client_are_computed_anew(model: Any) -> None:
+    prompt = "the green cube is left of the chair and of the table, and under the ball"
+    for owner, is_cached in (("a", False), ("b", False), ("a", True), ("b", True), ("", False)):
+        found = write(model, prompt, owner=owner)
+        assert (end_of(found).cached_tokens > 0) == is_cached, owner
+
+
 def test_a_closed_text_is_over_and_leaves_what_it_knows(model: Any) -> None:
     prompt = "a small green circle at the top left of a large yellow square"
     # A random text may end before the fifth token.

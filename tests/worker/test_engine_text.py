@@ -21,6 +21,7 @@ from clowder_aimage.engine import engine, frame, runner
 from clowder_aimage.engine.admission import CALLER, BusyError
 from clowder_aimage.engine.event import Event
 from clowder_aimage.engine.process import ModelProcess
+from clowder_aimage.engine.runner import Runner
 from clowder_aimage.errors import ModelError, UsageError
 from clowder_aimage.layout.layered_store import LayeredStore
 from clowder_aimage.model.text.language_model import (
@@ -371,6 +372,26 @@ def test_the_next_place_is_for_a_caller_that_has_fewer_than_its_share(
 
     played(stocked_store, play, parallel=4)
     assert log.read_text().split()[4:] == ["theirs", "later"]
+
+
+def test_the_model_gets_the_client_of_a_text(
+    stocked_store: LayeredStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owners: list[str] = []
+    send = Runner.send
+
+    def record(self: Runner, message: dict[str, Any]) -> None:
+        if message["do"] == "write":
+            owners.append(message["request"]["owner"])
+        send(self, message)
+
+    async def play(engine: Any) -> None:
+        CALLER.set("me")
+        await heard(engine, asked("a", owner="others"))
+
+    monkeypatch.setattr(Runner, "send", record)
+    played(stocked_store, play)
+    assert owners == ["me"]
 
 
 def test_a_client_that_leaves_ends_the_trial_of_its_schema(

@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from itertools import chain
 from typing import Any
 
@@ -27,6 +27,7 @@ from clowder_aimage.model.llama.params import (
 )
 from clowder_aimage.model.llama.request import ModelParams, parse_tokens, split_drawn_tokens
 from clowder_aimage.model.llama.server import LlamaServer
+from clowder_aimage.model.llama.slot_table import SlotTable
 from clowder_aimage.model.text.chat_prompt import begin_chat
 from clowder_aimage.model.text.chat_template import ChatTemplate, check_request, require_template
 from clowder_aimage.model.text.forced_call import build_call_schema
@@ -146,6 +147,7 @@ class LlamaModel:
     ) -> None:
         self._server, self._layers, self._template = server, layers, template
         self._params, self._bos, self._grammars = params, bos, Grammars()
+        self._slots = SlotTable(parallel)
         self.context, self.parallel = context, parallel
         self.device = f"{next(iter(list_gpus()), 'cpu')}, llama.cpp"
         self.dtype = resolve_quantization(layers.metadata, layers.tensors.values()) or "F32"
@@ -254,8 +256,10 @@ class LlamaModel:
     ) -> Generator[Any, None, None]:
         """Yield None when the request is accepted, then its events. Close a server of its own."""
         alternatives = request.alternatives
-        server_end = closing(server) if server is not self._server else nullcontext()
-        with server_end, closing(server.stream(body)) as batches:
+        is_shared = server is self._server
+        server_end = nullcontext() if is_shared else closing(server)
+        slot = self._taking_slot(body, request.owner) if is_shared else nullcontext()
+        with server_end, slot, closing(server.stream(body)) as batches:
             total, remaining = self._take_first_answers(batches, request)
             yield None
             # The text was complete before this request
@@ -271,6 +275,23 @@ class LlamaModel:
                 if events and isinstance(events[-1], TextEnd):
                     return
         raise ModelError("llama.cpp ended without a result")
+
+    @contextmanager
+    def _taking_slot(self, body: dict[str, Any], owner: str) -> Iterator[None]:
+        """Take a slot for a request; the prompts of other clients are not used."""
+        # A text that goes on has numbers of tokens after its prompt
+        prompt = body["prompt"] if isinstance(body["prompt"], str) else body["prompt"][0]
+        taken = self._slots.take(owner, prompt)
+        number, is_own = taken or (None, False)
+        if number is not None:
+            body["id_slot"] = number
+        if not is_own:
+            body["cache_prompt"] = False
+        try:
+            yield
+        finally:
+            if number is not None:
+                self._slots.release(number)
 
     def _take_first_answers(
         self, batches: Iterator[list[dict[str, Any]]], request: TextRequest

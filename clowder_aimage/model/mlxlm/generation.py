@@ -34,13 +34,14 @@ _YIELD = TextDelta("")
 class Prompt:
     """The tokens of a prompt, the number of tokens that follow, and of their alternatives.
 
-    The last ones are those of the text that was ``begun`` before.
+    The last ones are those of the text that was ``begun`` before. owner: the client.
     """
 
     tokens: list[int]
     count: int
     alternatives: int | None
     begun: DrawnTokens
+    owner: str = ""
 
 
 @dataclass(slots=True)
@@ -78,7 +79,7 @@ class TextGeneration:
         The next token is computed while the caller has the delta of the one before.
         """
         start = time.perf_counter()
-        cache, cached = self._prompt_cache.take(prompt.tokens)
+        cache, cached = self._prompt_cache.take(prompt.tokens, prompt.owner)
         progress = _Progress(cached, [])
         drawn_before = prompt.tokens[len(prompt.tokens) - prompt.begun.count :]
         shown = (number for number in drawn_before if not self._is_hidden(number, stream))
@@ -118,7 +119,7 @@ class TextGeneration:
         tokens = [*prompt.tokens, *progress.drawn]
         if progress.coming is not None:
             tokens.append(progress.coming.item())  # type: ignore[arg-type]
-        self._prompt_cache.put(tokens[: progress.fed], cache)
+        self._prompt_cache.put(tokens[: progress.fed], cache, prompt.owner)
 
     def _is_hidden(self, number: int, stream: TextStream) -> bool:
         """Return True for special tokens that are not marks, and for those that end a text."""

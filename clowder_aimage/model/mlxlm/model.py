@@ -164,7 +164,8 @@ class MlxModel:
         count = min(room, request.max_tokens or room) - begun.count
         # This runtime states all tokens as numbers
         numbers = [number for number in begun.numbers if isinstance(number, int)]
-        return Prompt([*tokens, *numbers], count, request.alternatives, begun), stream, notice
+        prompt = Prompt([*tokens, *numbers], count, request.alternatives, begun, request.owner)
+        return prompt, stream, notice
 
     def _encode(self, text: str, *, has_special: bool) -> list[int]:
         require_characters(text)

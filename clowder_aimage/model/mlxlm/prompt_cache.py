@@ -18,6 +18,7 @@ Cache = list[Any]
 
 @dataclass(slots=True)
 class _Entry:
+    owner: str
     tokens: list[int]
     cache: Cache
     size: int
@@ -37,14 +38,18 @@ class PromptCache:
         """Return the bytes of all caches."""
         return sum(entry.size for entry in self._entries)
 
-    def take(self, prompt: Sequence[int]) -> tuple[Cache, int]:
+    def take(self, prompt: Sequence[int], owner: str = "") -> tuple[Cache, int]:
         """Return a cache for a prompt, and the number of its first tokens that are in it.
 
-        At least one token of the prompt remains. A conversation that goes on takes its cache; one
-        that only begins alike gets a copy, if the kind of cache can be cut.
+        Only caches of the same ``owner`` count: the time until the first token would tell a client
+        how the prompts of others begin. At least one token of the prompt remains. A conversation
+        that goes on takes its cache; one that only begins alike gets a copy, if the kind of cache
+        can be cut.
         """
         best, count = None, 0
         for entry in reversed(self._entries):
+            if entry.owner != owner:
+                continue
             common = _count_common(entry.tokens, prompt[:-1])
             if common > count and (
                 common == len(entry.tokens) or self._is_divisible(entry, common)
@@ -62,15 +67,20 @@ class PromptCache:
     def _is_divisible(self, entry: _Entry, count: int) -> bool:
         return count >= _LEAST and bool(self._library.can_trim_prompt_cache(entry.cache))
 
-    def put(self, tokens: list[int], cache: Cache) -> None:
-        """Keep a cache of ``tokens``, in place of caches of their beginning and of older ones."""
+    def put(self, tokens: list[int], cache: Cache, owner: str = "") -> None:
+        """Keep a cache of ``tokens`` for its ``owner``.
+
+        It takes the place of the owner's caches of their beginning, and of older ones.
+        """
         mx.eval([layer.state for layer in cache])
         size = cache_size(cache)
         self._entries = [
-            entry for entry in self._entries if entry.tokens != tokens[: len(entry.tokens)]
+            entry
+            for entry in self._entries
+            if entry.owner != owner or entry.tokens != tokens[: len(entry.tokens)]
         ]
         if size <= self._limit and tokens:
-            self._entries.append(_Entry(tokens, cache, size))
+            self._entries.append(_Entry(owner, tokens, cache, size))
         while len(self._entries) > self._count or self.size > self._limit:
             self._entries.pop(0)
 

@@ -114,7 +114,7 @@ class TextRequest:
     is_continued: the last message is an answer that the text continues. must_call: names of tools
     of which the answer calls some, and says nothing else; one call if it ``has_one_call``. begun:
     tokens of the text that were drawn before. The text continues after them; ``max_tokens``
-    includes them.
+    includes them. owner: the client; what was computed of the prompts of one is used for its own.
     """
 
     messages: tuple[Mapping[str, Any], ...] = ()
@@ -133,6 +133,7 @@ class TextRequest:
     must_call: tuple[str, ...] = ()
     has_one_call: bool = False
     begun: DrawnTokens = _NONE
+    owner: str = ""
 
     @property
     def has_grammar(self) -> bool:
