@@ -7,6 +7,7 @@ import gc
 import logging
 import os
 import re
+import resource
 import secrets
 import sys
 import threading
@@ -44,6 +45,7 @@ PROGRAMS = {"registry", "private_registry", "skopeo", "launch"}
 LOOP_SECONDS = 0.002
 # Of glibc
 _trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+_resident = 0  # bytes in memory after the last call of it
 _INTEGRATION = re.compile(r"^pytestmark = \[?\s*pytest\.mark\.(integration|slow)\b", re.M)
 
 
@@ -158,14 +160,20 @@ def pytest_report_header() -> str:
 
 @pytest.fixture(scope="module", autouse=True)
 def trimmed() -> Iterator[None]:
-    """Return the memory that a module no longer uses to the system.
+    """Return the memory that modules no longer use to the system, after each 64 MiB.
 
     Each thread has an arena, and threads that wait keep what they freed: without this, a worker
     has several hundred megabytes more.
     """
+    global _resident
     yield
-    if _trim is not None:
+    if _trim is not None and _read_resident() > _resident + (64 << 20):
         _trim(0)
+        _resident = _read_resident()
+
+
+def _read_resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 @pytest.fixture(autouse=True)
