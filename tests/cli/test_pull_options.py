@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -43,7 +42,7 @@ def test_a_rate_limit_is_respected(
     def rate(limit: float) -> Rate:
         return Rate(limit, clock=lambda: 0.0, sleep=waits.append)
 
-    monkeypatch.setattr(sys.modules["clowder_aimage.cli.verbs.pull"], "Rate", rate)
+    monkeypatch.setattr("clowder_aimage.cli.verbs.pull.Rate", rate)
     with ScriptedRegistry(serving(*artifact(b"{}", b"x" * 100_000))).running() as registry:
         aimage()("pull", f"{registry.host}/x", "--limit-rate", "50k")
     assert max(waits) == pytest.approx(100_002 / 50e3)
