@@ -144,10 +144,19 @@ def service_of(role: SleepingRole, slots: int) -> Any:
 
     def loaded() -> list[Any]:
         names = [name for name in role.memory if name not in role.loading]
-        return [SimpleNamespace(digest=MODELS[name], is_ready=True) for name in names]
+        return [SimpleNamespace(variants=[MODELS[name]], is_ready=True) for name in names]
 
-    def set_eviction_cost(cost: Callable[[str], float]) -> None:
-        role.eviction_cost = cost
+    class ScriptedEngine:
+        """An engine whose memory has room for a model in each slot."""
+
+        list_loaded, is_draining = staticmethod(loaded), False
+
+        @property
+        def room(self) -> int:
+            return max(0, slots - len(role.memory))
+
+        def set_eviction_cost(self, cost: Callable[[str], float]) -> None:
+            role.eviction_cost = cost
 
     settings = SimpleNamespace(max_models=slots, parallel=32, pull="never", aliases={})
     settings.default_model, settings.default_for = None, ()
@@ -155,9 +164,7 @@ def service_of(role: SleepingRole, slots: int) -> Any:
         settings=settings,
         store=ScriptedStore(),
         descriptions=None,
-        engine=SimpleNamespace(
-            list_loaded=loaded, set_eviction_cost=set_eviction_cost, is_draining=False
-        ),
+        engine=ScriptedEngine(),
         resolve_reference=lambda name: Reference.parse(name or "m1"),
         metrics=SimpleNamespace(registry=CollectorRegistry()),
     )
@@ -167,6 +174,7 @@ def know_models(joined: JoinedWorker) -> None:
     """Let a worker have all models of this benchmark in its store."""
     view = joined._view
     view.models, view._fingerprint = MODELS, view.store.compute_fingerprint()
+    view.needs = dict.fromkeys(MODELS.values(), 1)
     view.kinds = {one: "text" if name == TEXT else "image" for name, one in MODELS.items()}
 
 

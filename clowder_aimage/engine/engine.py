@@ -137,6 +137,11 @@ class Engine:
         return self._scheduler.budget
 
     @property
+    def room(self) -> int | None:
+        """The bytes for a further model beside the loaded ones; None if they are unknown."""
+        return self._scheduler.room
+
+    @property
     def planned(self) -> int:
         """The bytes of the blobs of models that are being loaded."""
         return sum(model.stored.size for model in self._scheduler.models if model.load is not None)

@@ -29,6 +29,11 @@ def estimate_need(stored: StoredAImage, dtype: str | None) -> int:
             size += itemsize * math.prod(layer.shape)
         else:
             size += (layer.content or layer.descriptor).size
+    return estimate_need_of_bytes(size)
+
+
+def estimate_need_of_bytes(size: int) -> int:
+    """Return the bytes of memory for a model of which only the bytes of its blobs are known."""
     return _PROCESS + int(size * (1 + _WORK))
 
 

@@ -166,6 +166,18 @@ class ModelScheduler:
         return self._limits.models or max(1, loaded)
 
     @property
+    def room(self) -> int | None:
+        """The bytes for a further model beside the loaded ones; None if they are unknown."""
+        models, budget = [*map(self._describe, self.list_loaded())], self.budget
+        most = self._limits.models
+        if most is not None and sum(model.counts for model in models) >= most:
+            return 0
+        if budget is None:
+            return None
+        reserve = self._compute_reserve(*self.list_loaded())
+        return max(0, budget - reserve - sum(model.need for model in models))
+
+    @property
     def budget(self) -> int | None:
         """The bytes of memory for all models; None if unknown."""
         if self._limits.memory is not None:

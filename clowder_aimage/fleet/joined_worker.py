@@ -442,6 +442,7 @@ class JoinedWorker(Role):
             jobs=tuple(islice(self._runs, MAX_SLOTS)),
             loaded=tuple(sorted(self._placement.loaded)),
             at_work=self._slots.digests,
+            room=self._service.engine.room,
             models=dict(islice(self._view.models.items(), MAX_MODELS)),
             kinds=dict(islice(self._view.kinds.items(), MAX_MODELS)),
             aliases=dict(settings.aliases),

@@ -10,6 +10,7 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from clowder_aimage.api.model_kind import EMBEDDER, TEXT
 from clowder_aimage.api.service import Service
@@ -121,14 +122,17 @@ class DemandStats:
         at_work: Collection[str],
         slots: int,
         copies: Mapping[str, int],
+        *,
+        has_room: bool,
     ) -> float | None:
         """Return the cost of the model that a worker would unload for another; None if busy.
 
-        ``copies`` counts the copies in memory of the fleet.
+        ``copies`` counts the copies in memory of the fleet. ``has_room``: the memory has room for
+        it beside the others.
         """
         if len(at_work) >= slots:
             return None
-        if len({*loaded, *at_work}) < slots:
+        if has_room or not loaded:
             return 0.0
         idle = (
             self.estimate_eviction_cost(digest, copies.get(digest, 1))
@@ -144,6 +148,7 @@ class OtherWorkers:
 
     ``loaded`` are the ids of those that have a digest in memory, ``copies`` counts those that have
     or load it. ``prices`` are those of the workers that could load it, with their ids.
+    ``room`` are the bytes that this worker had for a further model.
     """
 
     read: float
@@ -151,6 +156,7 @@ class OtherWorkers:
     copies: Counter[str]
     loaded: Mapping[str, list[str]]
     prices: Mapping[str, list[tuple[float, str]]]
+    room: int | None = None
 
 
 class Placement:
@@ -172,8 +178,14 @@ class Placement:
     @property
     def loaded(self) -> frozenset[str]:
         """The digests of the models in memory."""
-        engine = self._service.engine
-        return frozenset(str(model.digest) for model in engine.list_loaded() if model.is_ready)
+        models = self._service.engine.list_loaded()
+        return frozenset(
+            str(digest) for model in models if model.is_ready for digest in model.variants
+        )
+
+    def _has_room(self, digest: str, room: int | None) -> bool:
+        """Return True if a model of this store fits into the memory that a worker has left."""
+        return room is None or self._view.needs.get(digest, 0) <= room
 
     def estimate_eviction_cost(self, digest: str, *, is_wanted: bool = False) -> float:
         """Return the eviction cost of a model in memory here."""
@@ -212,7 +224,11 @@ class Placement:
         loaded = self.loaded
         copies = other_workers.copies + Counter({*loaded, *self._slots.digests})
         cost = self.demand.estimate_unload_cost(
-            loaded, self._slots.digests, self._slots.slots, copies
+            loaded,
+            self._slots.digests,
+            self._slots.slots,
+            copies,
+            has_room=self._has_room(name, other_workers.room),
         )
         price = _WANTED if cost is None else cost
         rank = sum(
@@ -248,10 +264,17 @@ class Placement:
         for status in statuses:
             for digest in status.loaded:
                 loaded[digest].append(status.id)
-            price = self.demand.estimate_unload_cost(
-                status.loaded, status.at_work, status.slots, total
+            estimate = partial(
+                self.demand.estimate_unload_cost,
+                status.loaded,
+                status.at_work,
+                status.slots,
+                total,
             )
-            if price is not None:
-                for digest in {*status.models.values()} - in_memory[status.id]:
+            costs = {has_room: estimate(has_room=has_room) for has_room in (False, True)}
+            for digest in {*status.models.values()} - in_memory[status.id]:
+                price = costs[self._has_room(digest, status.room)]
+                if price is not None:
                     prices[digest].append((price, status.id))
-        return OtherWorkers(timestamp, self._workers.revision, copies, loaded, prices)
+        room = self._service.engine.room
+        return OtherWorkers(timestamp, self._workers.revision, copies, loaded, prices, room)

@@ -11,17 +11,22 @@ from dataclasses import dataclass, field
 
 from clowder_aimage.api.model_description import ModelDescriptions
 from clowder_aimage.api.model_list import list_entries
+from clowder_aimage.engine.memory_plan import estimate_need_of_bytes
 from clowder_aimage.layout import ImageLayout
 
 
 @dataclass(slots=True)
 class StoreView:
-    """The models of one store: digests by name, and kinds by digest. Read in a thread."""
+    """The models of one store: digests by name; kinds and estimated memory by digest.
+
+    Read in a thread.
+    """
 
     store: ImageLayout
     descriptions: ModelDescriptions
     models: dict[str, str] = field(default_factory=dict)
     kinds: dict[str, str] = field(default_factory=dict)
+    needs: dict[str, int] = field(default_factory=dict)
     _fingerprint: Hashable = None
     # Of two reads at once the one that began first could end last.
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -35,7 +40,7 @@ class StoreView:
         fingerprint = self.store.compute_fingerprint()
         if fingerprint is not None and fingerprint == self._fingerprint:
             return
-        models, kinds = {}, {}
+        models, kinds, needs = {}, {}, {}
         is_whole = True
         for item in list_entries(self.store):
             digest = str(item.descriptor.digest)
@@ -44,7 +49,8 @@ class StoreView:
                 continue
             description = self.descriptions.find(item.descriptor)
             models[str(item.reference)] = digest
+            needs[digest] = estimate_need_of_bytes(item.size)
             kinds[digest] = "" if description is None else description.kind
-        self.models, self.kinds = models, kinds
+        self.models, self.kinds, self.needs = models, kinds, needs
         # Blobs arrive without a new name.
         self._fingerprint = fingerprint if is_whole else None

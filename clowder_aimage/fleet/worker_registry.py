@@ -63,8 +63,9 @@ class WorkerStatus:
 
     ``models`` are the digests of complete models by name, ``kinds`` the kinds of digests ("image",
     "text" or "embedder"), ``loaded`` the digests in memory, ``at_work`` those that jobs use or
-    load. ``slots`` jobs run at once; ``jobs`` are the ids of those that it serves. ``rate`` is jobs
-    per minute, in the last five minutes.
+    load. ``room`` are the bytes of memory for a further model beside the loaded ones, None if
+    unknown. ``slots`` jobs run at once; ``jobs`` are the ids of those that it serves. ``rate`` is
+    jobs per minute, in the last five minutes.
     """
 
     __pydantic_config__ = STRICT
@@ -77,6 +78,7 @@ class WorkerStatus:
     jobs: Annotated[tuple[Id, ...], Field(max_length=MAX_SLOTS)] = ()
     loaded: _Digests = ()
     at_work: _Digests = ()
+    room: Count | None = None
     models: _Models = field(default_factory=dict)
     kinds: _Kinds = field(default_factory=dict)
     aliases: _Aliases = field(default_factory=dict)

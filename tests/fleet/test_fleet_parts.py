@@ -8,6 +8,7 @@ import json
 from collections import Counter
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -408,20 +409,26 @@ def test_a_model_with_fewer_jobs_costs_less_to_evict_and_a_copy_too_many_nothing
         A, 2
     ) > demand.estimate_eviction_cost(B, 1)
     copies = Counter({A: 1, B: 1})
-    assert demand.estimate_unload_cost((A, B), (A, B), 2, copies) is None  # no room
-    assert demand.estimate_unload_cost((A,), (), 2, copies) == 0.0
-    assert demand.estimate_unload_cost((A, B), (B,), 2, copies) == demand.estimate_eviction_cost(
-        A, 1
-    )
-    assert demand.estimate_unload_cost((A, B), (), 2, copies) == demand.estimate_eviction_cost(B, 1)
+    estimate = partial(demand.estimate_unload_cost, slots=2, copies=copies)
+    for has_room in (False, True):
+        assert estimate((A, B), (A, B), has_room=has_room) is None  # all are at work
+        assert estimate((), (), has_room=has_room) == 0.0
+    assert estimate((A, B, C), (A,), has_room=True) == 0.0
+    assert estimate((A,), (), has_room=False) == demand.estimate_eviction_cost(A, 1)
+    assert estimate((A, B), (B,), has_room=False) == demand.estimate_eviction_cost(A, 1)
+    assert estimate((A, B), (), has_room=False) == demand.estimate_eviction_cost(B, 1)
 
 
 def placed(worker: str, loaded: tuple[str, ...], *statuses: WorkerStatus) -> Placement:
     """Return the placement of a worker with two slots, which has the models A and B."""
-    models = [SimpleNamespace(digest=digest, is_ready=True) for digest in loaded]
-    engine = SimpleNamespace(list_loaded=lambda: models)
+    models = [SimpleNamespace(variants={digest: None}, is_ready=True) for digest in loaded]
+    # Each model takes one of two bytes
+    engine = SimpleNamespace(list_loaded=lambda: models, room=2 - len(models))
     service: Any = SimpleNamespace(engine=engine, settings=SimpleNamespace(pull=NEVER))
-    view: Any = SimpleNamespace(kinds={A: "image", B: "image", C: "image"})
+    digests = (A, B, C)
+    view: Any = SimpleNamespace(
+        kinds=dict.fromkeys(digests, "image"), needs=dict.fromkeys(digests, 1)
+    )
     workers = WorkerRegistry()
     for each in statuses:
         workers.put(each)
@@ -445,6 +452,12 @@ def test_a_worker_waits_by_what_the_others_have() -> None:
     assert placed("w0", (), free).wait(a) == claim_delay_stored(0, evicts_last_copy=False)
     assert placed("w0", (B, C), free).wait(a) == claim_delay_stored(1, evicts_last_copy=True)
     assert placed("w2", (), free).wait("unknown") is None
+    # Memory for another model counts, not the number of loaded ones
+    other = f"sha256:{'d' * 64}"
+    roomy = status_of("w1", slots=1, loaded=(other,), room=1, models=models)
+    assert placed("w0", (B, C), roomy).wait(a) == claim_delay_stored(1)
+    full = status_of("w1", slots=9, loaded=(other,), room=0, models=models)
+    assert placed("w2", (B,), full).wait(a) == claim_delay_stored(0)
     here = placed("w2", (A,), busy)
     here._slots.take(A)
     assert here.wait(a) == FOLLOW

@@ -34,7 +34,7 @@ def test_of_two_reads_of_a_store_the_later_one_counts(
     monkeypatch.setattr(store_view, "list_entries", list_entries)
     monkeypatch.setattr(ImageLayout, "compute_fingerprint", lambda _: None)
     descriptor = Descriptor.of("application/x", b"x")
-    item = SimpleNamespace(descriptor=descriptor, missing=0, reference="a:latest")
+    item = SimpleNamespace(descriptor=descriptor, missing=0, size=1, reference="a:latest")
     first, second = (threading.Thread(target=view.read) for _ in range(2))
     first.start()
     assert is_begun.wait(PATIENCE)
