@@ -9,17 +9,22 @@ import pytest
 
 pytest.importorskip("prometheus_client")
 
+from clowder_aimage.create import create
 from clowder_aimage.engine import scheduler
 from clowder_aimage.errors import AImageError, FormatError, NotFoundError, UsageError
 from clowder_aimage.generation.request import LoraUse
 from clowder_aimage.layout.layered_store import LayeredStore
+from tests.conftest import TINY
 from tests.lora_file import write_lora
-from tests.worker.engine_runs import FakeRunner, job, played, served, stocked
+from tests.worker.engine_runs import NAME, FakeRunner, job, played, served
 
 
 @pytest.fixture(scope="module")
 def stored_models(tmp_path_factory: pytest.TempPathFactory) -> LayeredStore:
-    return stocked(tmp_path_factory.mktemp("check") / "store")
+    store = LayeredStore([tmp_path_factory.mktemp("check") / "store"])
+    # The shapes of tensors that have blobs are in the manifest
+    create(store, NAME, TINY)
+    return store
 
 
 @pytest.fixture(scope="module")

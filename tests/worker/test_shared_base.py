@@ -11,21 +11,24 @@ import pytest
 pytest.importorskip("prometheus_client")
 
 from clowder_aimage.adapt import combine
+from clowder_aimage.create import create
 from clowder_aimage.engine import scheduler
 from clowder_aimage.engine.admission import StoppedError
 from clowder_aimage.engine.event import ImageEvent, LoadingEvent, StartedEvent
 from clowder_aimage.engine.queued_request import QueuedRequest
 from clowder_aimage.errors import FormatError
 from clowder_aimage.generation.request import LoraUse
+from clowder_aimage.importer.model_source import ModelForm
 from clowder_aimage.layout.gc import Collector
 from clowder_aimage.layout.layered_store import LayeredStore
 from clowder_aimage.layout.stored_aimage import read_aimage
 from clowder_aimage.model.adapter_source import AdapterFinder
 from clowder_aimage.oci import Reference
+from tests.conftest import TINY
 from tests.lora_file import write_lora
 from tests.store import copy_store
 from tests.wait import until_async
-from tests.worker.engine_runs import NAME, Client, FakeRunner, job, played, sample, served, stocked
+from tests.worker.engine_runs import NAME, Client, FakeRunner, job, played, sample, served
 
 _MIB = 1 << 20
 _LOADS = "aimage_model_load_duration_seconds_count"
@@ -45,7 +48,10 @@ def add_variant(store: LayeredStore, name: str, path: Path, strength: float) -> 
 def stored_variants(tmp_path_factory: pytest.TempPathFactory) -> LayeredStore:
     """Return a store with ``tiny``, its variants ``soft`` and ``strong``, and ``other``."""
     folder = tmp_path_factory.mktemp("shared")
-    store = stocked(folder / "store")
+    store = LayeredStore([folder / "store"])
+    # Adapters are packed with a model whose tensors have blobs
+    create(store, NAME, TINY)
+    create(store, Reference.parse("other"), TINY, form=ModelForm(whole_files=True))
     path = write_lora(folder / "ink.safetensors")
     for name, strength in {"soft": 0.5, "strong": 1.5}.items():
         add_variant(store, name, path, strength)
