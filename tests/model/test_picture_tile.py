@@ -178,6 +178,39 @@ def test_references_are_opened_in_their_order_at_their_size(tmp_path: Path) -> N
         PictureInputs(cast(Any, store)).open(missing)
 
 
+@pytest.mark.parametrize(
+    ("mask", "text"),
+    [
+        (np.full((32, 64), 255, np.uint8), "64 x 32"),
+        (np.zeros((64, 64), np.uint8), "the mask is empty"),
+        (b"not a picture", "mask"),
+    ],
+    ids=["size", "empty", "format"],
+)
+def test_a_mask_is_checked_before_texts_are_encoded(tmp_path: Path, mask: Any, text: str) -> None:
+    """A model process prepares the request that waits for it, before weights are read."""
+    files = {digit: tmp_path / digit for digit in "12"}
+    Image.fromarray(noise(64, 64)).save(files["1"], "png")
+    if isinstance(mask, bytes):
+        files["2"].write_bytes(mask)
+    else:
+        Image.fromarray(mask).save(files["2"], "png")
+    store: Any = SimpleNamespace(find_path=lambda layer: files[layer.digest.encoded[0]])
+    prepared: list[object] = []
+    pipeline: Any = SimpleNamespace(check=lambda *_: None, prepare=prepared.append)
+    stored = StoredAImage.__new__(StoredAImage)
+    model = RunnableModel(stored, pipeline, pictures=PictureInputs(store))
+    request = GenerateRequest.of(
+        "a fox", width=64, height=64, image=IMAGE, mask=f"sha256:{'2' * 64}", strength=0.5
+    )
+    with pytest.raises(UsageError, match=text):
+        model.prepare(request)
+    assert not prepared
+    Image.fromarray(np.full((64, 64), 255, np.uint8)).save(files["2"], "png")
+    model.prepare(request)
+    assert prepared == [request]
+
+
 def test_the_tiles_of_each_picture_are_its_steps(
     pipeline: FlowPipeline, tiny: tuple[FolderStore, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
