@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from clowder_aimage.layout.index import (
     read_index_file,
     read_index_stamp,
 )
-from clowder_aimage.layout.index_text import find_changes
+from clowder_aimage.layout.index_text import find_changes, iter_entries
 
 # Nanoseconds: longer than a tick of the clock of any usual file system
 _FRESH = 100_000_000
@@ -25,7 +25,7 @@ class EntryChanges:
     """Entries to forget, all of them if it is None, and then entries to add, in order."""
 
     removed: list[Any] | None
-    added: list[Any]
+    added: Iterable[Any]
 
 
 class EntryReader:
@@ -52,6 +52,9 @@ class EntryReader:
         )
         if file.value is None and last is not None and last.value is None:
             changes = EntryChanges(*find_changes(last.raw, file.raw))
+        elif file.value is None:
+            # One by one: parsed together, they take several times the memory of the text
+            changes = EntryChanges(None, iter_entries(file.raw))
         else:
             changes = EntryChanges(None, parse_index(self._root, file)["manifests"])
         self._file = file if file.value is None else IndexFile(b"", file.stamp, {})

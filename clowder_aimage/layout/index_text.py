@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,13 +69,33 @@ def replace_lines(raw: bytes, lines: Collection[EntryLine], entries: list[Any]) 
         texts = [_encode(entry) for entry in entries[: len(lines)]]
         added = entries[len(lines) :]
     body_start, body_end = position, _ = _find_body(raw)
-    parts = []
+    parts = list[bytes | memoryview]()
     for line, text in zip(lines, texts, strict=True):
-        parts += [raw[position : line.start].strip(_SEPARATOR), text]
+        parts += [_cut(raw, position, line.start), text]
         position = line.end
-    parts.append(raw[position:body_end].strip(_SEPARATOR))
-    parts += map(_encode, added)
-    return raw[:body_start] + _SEPARATOR.join(filter(None, parts)) + raw[body_end:]
+    parts += [_cut(raw, position, body_end), *map(_encode, added)]
+    view, body = memoryview(raw), [part for part in parts if len(part)]
+    # Joined once: the text may have tens of megabytes
+    separated = [piece for part in body for piece in (_SEPARATOR, part)][1:]
+    return b"".join([view[:body_start], *separated, view[body_end:]])
+
+
+def _cut(raw: bytes, start: int, end: int) -> memoryview:
+    """Return a part of the text without separators at its ends, and without a copy."""
+    while start < end and raw[start] in _SEPARATOR:
+        start += 1
+    while start < end and raw[end - 1] in _SEPARATOR:
+        end -= 1
+    return memoryview(raw)[start:end]
+
+
+def iter_entries(raw: bytes) -> Iterator[Any]:
+    """Yield the entries of a text, one after the other."""
+    position, end = _find_body(raw)
+    while position < end:
+        line_end = raw.index(b"\n", position)
+        yield from _parse_lines(raw[position:line_end])
+        position = line_end + 1
 
 
 def find_changes(old: bytes, new: bytes) -> tuple[list[Any], list[Any]]:

@@ -13,6 +13,7 @@ from clowder_aimage.layout.index_text import (
     encode_index,
     find_changes,
     find_lines,
+    iter_entries,
     replace_lines,
 )
 
@@ -55,7 +56,7 @@ def test_changes_between_texts_are_found(rng: random.Random) -> None:
     for _ in range(30):
         old = [random_entry(rng) for _ in range(rng.randrange(9))]
         new = random_change(rng, old)
-        assert read(encode(old)) == old
+        assert read(encode(old)) == list(iter_entries(encode(old))) == old
         removed, added = find_changes(encode(old), encode(new))
         count = [Counter(map(json.dumps, entries)) for entries in (old, removed, added, new)]
         assert count[0] - count[1] + count[2] == count[3]
