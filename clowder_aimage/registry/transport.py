@@ -70,6 +70,8 @@ _PLAIN_REQUEST = re.compile(
 # A line break within a header (RFC 9112, 5.2).
 _FOLD = re.compile(r"\r?\n[ \t]*")
 # The content type and version of an alert (RFC 8446, 5.1).
+# Places in the source of Python and OpenSSL, around the words of a message
+_SSL_PLACE = re.compile(r"\[SSL: [A-Z_]+\] (certificate verify failed: )?|\.? \(_ssl\.c:[0-9]+\)")
 _TLS_ALERT = "\x15\x03"
 _TLS_ENDED = (ssl.SSLEOFError, ssl.SSLZeroReturnError)
 
@@ -536,7 +538,7 @@ def _build_tls_error(name: str, host: str, reason: str) -> NetworkError:
         )
     if "certificate" in reason.lower():
         return NetworkError(
-            f"cannot verify the certificate of {name}: {reason}",
+            f"cannot verify the certificate of {name}: {_SSL_PLACE.sub('', reason)}",
             hint="its certificate authority must be trusted on this machine",
             remedy="ca_file",
         )
