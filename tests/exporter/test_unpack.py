@@ -221,7 +221,7 @@ def test_a_missing_zstd_package_is_reported_with_advice(monkeypatch: pytest.Monk
 
     def without(name: str, *rest: Any, **more: Any) -> ModuleType:
         if name == "zstandard":
-            raise ImportError(name)
+            raise ModuleNotFoundError(name, name=name)
         return real(name, *rest, **more)
 
     monkeypatch.setattr(builtins, "__import__", without)
