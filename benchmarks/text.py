@@ -8,6 +8,9 @@ ratio is to the library alone, by the median: a worker's pieces may arrive toget
 turn says little. CPU is the processor time of a token, prompts included, with all processes of the
 row and the client of a worker; it is the figure that other programs disturb least.
 
+``--clients N`` compares one client of a worker with N at once instead: the rate is then that of all
+tokens until the last answer has ended, prompts included.
+
 The first row of a runtime in ROWS is the library alone. A row is a function from the path of the
 model to a function from a prompt and a number of tokens to the seconds until the first token, and
 the tokens per second after it.
@@ -26,6 +29,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -169,10 +173,23 @@ def serve(write: Write) -> None:
     print("ready", flush=True)
     for line in sys.stdin:
         order = json.loads(line)
+        clients = order["clients"]
         before = processor_time()
-        first, rate = write(order["prompt"], order["count"])
-        spent = (processor_time() - before) / order["count"]
+        if clients:
+            first, rate = write_at_once(write, order["prompt"], order["count"], clients)
+        else:
+            first, rate = write(order["prompt"], order["count"])
+        spent = (processor_time() - before) / order["count"] / max(1, clients)
         print(json.dumps({"first": first, "rate": rate, "spent": spent}), flush=True)
+
+
+def write_at_once(write: Write, prompt: str, count: int, clients: int) -> tuple[float, float]:
+    """Return the seconds of the last first token, and the tokens per second of all clients."""
+    begun = time.perf_counter()
+    with ThreadPoolExecutor(clients) as pool:
+        ends = [pool.submit(write, f"{client} {prompt}", count) for client in range(clients)]
+        first = max(end.result()[0] for end in ends)
+    return first, clients * count / (time.perf_counter() - begun)
 
 
 def processor_time() -> float:
@@ -189,19 +206,24 @@ def processor_time() -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-def measure(runtime: str, path: Path, rounds: int, count: int, length: int) -> dict[str, list[Any]]:
+def measure(
+    runtime: str, path: Path, rounds: int, count: int, length: int, clients: int
+) -> dict[str, list[Any]]:
     """Return the times of each row."""
+    rows = {"one client": ("worker", 1), f"{clients} clients": ("worker", clients)}
+    if not clients:
+        rows = {row: (row, 0) for row in ROWS[runtime]}
     command = [sys.executable, "-m", "benchmarks.text", "--runtime", runtime]
     command += ["--model", str(path), "--row"]
     children = {
         row: subprocess.Popen(
-            [*command, row],
+            [*command, kind],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
         )
-        for row in ROWS[runtime]
+        for row, (kind, _) in rows.items()
     }
     times: dict[str, list[Any]] = {row: [] for row in children}
     try:
@@ -211,7 +233,8 @@ def measure(runtime: str, path: Path, rounds: int, count: int, length: int) -> d
             prompt = f"{turn} " + WORDS * length  # differs from the first token on
             for row, child in children.items():
                 assert child.stdin and child.stdout
-                child.stdin.write(json.dumps({"prompt": prompt, "count": count}) + "\n")
+                order = {"prompt": prompt, "count": count, "clients": rows[row][1]}
+                child.stdin.write(json.dumps(order) + "\n")
                 child.stdin.flush()
                 found = json.loads(child.stdout.readline())
                 if turn:  # the first one warms up
@@ -243,6 +266,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--length", type=int, default=2, help="sentences of the prompt")
+    parser.add_argument("--clients", type=int, default=0, help="of a worker, at once")
     parser.add_argument("--row", help=argparse.SUPPRESS)
     parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -251,7 +275,8 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as place:
         path = make_model(Path(place), given.runtime, given.shape)
-        times = measure(given.runtime, path, given.rounds, given.tokens, given.length)
+        size = given.rounds, given.tokens, given.length, given.clients
+        times = measure(given.runtime, path, *size)
     base = statistics.median(one["rate"] for one in next(iter(times.values())))
     print("| row | tokens/s, best | median | ratio | first token, best | median | CPU |")
     print("|---|---|---|---|---|---|---|")

@@ -26,8 +26,8 @@ from clowder_aimage.tensor import blas
 _NAME = "scaled_dot_product_attention"
 # That a core computes at a time
 _SCORES = 128 * 1024
-# Rows of a product that are few: the tokens of several texts
-_FEW = 16
+# Rows of a product that are few: the tokens of several texts, or of a short prompt
+_FEW = 64
 # Products; MLX does fewer in the time in which it is waited for
 _LEAST = 1 << 18
 Attention = Callable[..., mx.array]
