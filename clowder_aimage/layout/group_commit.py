@@ -70,13 +70,12 @@ class GroupCommit:
 
         The first one always is: that reports what is wrong with the store.
         """
-        if self._ingests is not None:
-            return self._ingests.create(name)
         with self._lock:
+            ingests = self._ingests
             is_first, self._has_opened_ingests = not self._has_opened_ingests, True
         if is_first:
             self._ingests = open_ingests(self._root)
-        return None
+        return None if ingests is None else ingests.create(name)
 
     def add(self, digest: Digest, blob: PendingCommit, size: int) -> None:
         """Add a blob; commit all if a limit is reached. Raises StoreError or NoSpaceError."""
@@ -99,7 +98,8 @@ class GroupCommit:
     def close(self) -> None:
         """Commit all, and from now on each added blob at once. Raises the errors of ``settle``."""
         with self._lock:
-            self._is_closed = True
+            # An open directory would keep its file system mounted.
+            self._is_closed, self._has_opened_ingests, self._ingests = True, True, None
         self.settle()
 
     def settle(self) -> None:

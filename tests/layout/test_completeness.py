@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -30,8 +28,7 @@ if TYPE_CHECKING:
 @pytest.fixture
 def settled_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ImageLayout:
     """Return a store without recent changes."""
-    later = SimpleNamespace(time_ns=lambda: time.time_ns() + 10**11)
-    monkeypatch.setattr(layout_index, "time", later)
+    monkeypatch.setattr(layout_index, "_SETTLED", -(10**11))
     return ImageLayout(tmp_path / "store")
 
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,7 +31,7 @@ def store_with_model(tmp_path: Path) -> ImageLayout:
 @pytest.fixture
 def later(monkeypatch: pytest.MonkeyPatch) -> None:
     """Age all earlier changes."""
-    monkeypatch.setattr(index, "time", SimpleNamespace(time_ns=lambda: time.time_ns() + 10**11))
+    monkeypatch.setattr(index, "_SETTLED", -(10**11))
 
 
 def blob(store: ImageLayout) -> Path:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
@@ -39,7 +37,7 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.fixture
 def settled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make all earlier changes of the store appear old."""
-    monkeypatch.setattr(index, "time", SimpleNamespace(time_ns=lambda: time.time_ns() + 10**11))
+    monkeypatch.setattr(index, "_SETTLED", -(10**11))
 
 
 async def idle(home: Path, publisher: Publisher, count: int = 2) -> tuple[Bench, list[str]]:

@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -129,9 +128,9 @@ def test_a_probe_checks_blobs_again_only_after_a_change(
     copy_store(stocked, tmp_path / "store")
     store, seen = ImageLayout(tmp_path / "store"), list[object]()
     store.pins.put("tiny:latest", {}, durable=False)
-    exists, later = store.exists, time.time_ns() + 10**11
+    exists = store.exists
     # all changes are old
-    monkeypatch.setattr(index, "time", SimpleNamespace(time_ns=lambda: later))
+    monkeypatch.setattr(index, "_SETTLED", -(10**11))
 
     def looked(blob: Any) -> bool:
         seen.append(blob)
@@ -154,8 +153,8 @@ def test_a_probe_checks_blobs_again_only_after_a_change(
 def test_a_model_is_missing_only_while_the_index_is_unreadable(
     stocked: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store, later = ImageLayout(stocked), time.time_ns() + 10**11
-    monkeypatch.setattr(index, "time", SimpleNamespace(time_ns=lambda: later))
+    store = ImageLayout(stocked)
+    monkeypatch.setattr(index, "_SETTLED", -(10**11))
     readiness = Readiness(store)
     with monkeypatch.context() as broken:
         break_calls(broken, "open", store.root / "index.json")
