@@ -397,8 +397,8 @@ def _report(error: click.ClickException | AImageError | OSError) -> int:
             from clowder_aimage.document.similarity import find_nearest
 
             message = f"no such option '{error.option_name}'"
-            nearest = find_nearest(error.option_name, error.possibilities)
-            hint = f"did you mean {nearest}? {hint or ''}".rstrip()
+            if nearest := find_nearest(error.option_name, error.possibilities, prefix="--"):
+                hint = f"did you mean {nearest}? {hint or ''}".rstrip()
     code = error.exit_code
     if wants_json():
         facts = {"code": kind, "exit": code, "message": message}

@@ -19,7 +19,7 @@ AIMAGE: Any = SimpleNamespace(properties={"format": "gguf"})
     [
         (
             ModuleNotFoundError("No module named 'xllamacpp'", name="xllamacpp"),
-            "llama.cpp cannot be used: xllamacpp is missing",
+            r"llama\.cpp needs the extra \[llama\]",
             "extra [llama]",
         ),
         (

@@ -100,9 +100,9 @@ def pixels(data: bytes) -> bytes:
 
 
 def left(store: Path) -> set[str]:
-    """Return the files of a store, except those that say when content was used and what it is."""
+    """Return the files of a store, except those about content and about the index."""
     files = (path.relative_to(store) for path in store.rglob("*") if path.is_file())
-    others = ((".aimage", "used"), (".aimage", "described"))
+    others = [(".aimage", name) for name in ("used", "described", "measured", "index")]
     return {str(path) for path in files if path.parts[:2] not in others}
 
 
