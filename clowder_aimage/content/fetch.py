@@ -295,10 +295,7 @@ class BlobDownload:
             chunk = blob.claim(1 if is_alone else self._probe.value)
         # Without a chunk, other connections fetch all that is left.
         if chunk is not None:
-            try:
-                self._read(blob, chunk, writes)
-            finally:
-                writes.flush()
+            self._read(blob, chunk, writes)
         with self._changed:
             blob.readers -= 1
             if chunk is not None:
@@ -322,7 +319,8 @@ class BlobDownload:
         """Stream a chunk into the ingest, up to its end. Another connection may reduce the end."""
         content, noted = blob.content, chunk.at
         write = writes.write if content.size >= BEHIND_SIZE else writes.write_now
-        with self._source.open(content, chunk.at, chunk.left) as reader:
+        opened = self._source.open(content, chunk.at, chunk.left)
+        with opened as reader, writes.flushing(reader):
             ranges = self._source.supports_ranges(content)
             with self._changed:
                 # Other connections may join

@@ -41,6 +41,17 @@ class FileStream(Protocol):
     def record_sent(self, count: int, /) -> None: ...
 
 
+@runtime_checkable
+class WrittenStream(Protocol):
+    """A stream that others read where its bytes are written.
+
+    ``record_written`` is called, by one thread at a time, with the bytes that have been written
+    since the last call. Every byte is written before the stream is closed, unless a write fails.
+    """
+
+    def record_written(self, count: int, /) -> None: ...
+
+
 class StoredFile(io.FileIO):
     """The file of a blob in a store. If its bytes are wrong, the store is damaged."""
 

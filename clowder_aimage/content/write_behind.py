@@ -6,14 +6,15 @@ of it for the other one.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
 from clowder_aimage.content.buffer import new_buffer
-from clowder_aimage.content.store import Ingest
+from clowder_aimage.content.store import Ingest, Reader, WrittenStream
 
 if TYPE_CHECKING:
     from concurrent.futures import Future, ThreadPoolExecutor
@@ -45,6 +46,8 @@ class WriteBehind:
         self._error: BaseException | None = None
         # The recent share of buffers that were not free
         self._waits = 0.0
+        # Called with the bytes of each write
+        self._record: Callable[[int], None] | None = None
 
     @property
     def is_behind(self) -> bool:
@@ -71,13 +74,25 @@ class WriteBehind:
 
     def write_now(self, ingest: Ingest, offset: int, buffer: memoryview, count: int) -> None:
         """Write the first bytes of a buffer that was taken."""
-        ingest.write_at(offset, buffer[:count])
+        self._write_at(ingest, offset, buffer, count)
         self._free.put(buffer)
 
     def checkpoint(self, ingest: Ingest) -> None:
         """Make what is written durable, later; not while the last checkpoint is running."""
         if self._checkpoint is None or self._checkpoint.done():
             self._checkpoint = self._submit(1, partial(self._attempt, ingest.checkpoint))
+
+    @contextlib.contextmanager
+    def flushing(self, reader: Reader) -> Iterator[None]:
+        """Write what is read from a reader, and tell it; at the end, wait for all writes.
+
+        Raises the error of the first write that failed.
+        """
+        self._record = reader.record_written if isinstance(reader, WrittenStream) else None
+        try:
+            yield
+        finally:
+            self.flush()
 
     def flush(self) -> None:
         """Wait for all writes. Raises the error of the first that failed."""
@@ -106,8 +121,13 @@ class WriteBehind:
     def _write(self, ingest: Ingest, offset: int, buffer: memoryview, count: int) -> None:
         # After an error, the ranges before it must not be followed by others
         if self._error is None:
-            self._attempt(partial(ingest.write_at, offset, buffer[:count]))
+            self._attempt(partial(self._write_at, ingest, offset, buffer, count))
         self._free.put(buffer)
+
+    def _write_at(self, ingest: Ingest, offset: int, buffer: memoryview, count: int) -> None:
+        ingest.write_at(offset, buffer[:count])
+        if self._record is not None:
+            self._record(count)
 
     def _attempt(self, call: Callable[[], None]) -> None:
         try:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections import deque
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from threading import Thread
 
@@ -32,13 +33,28 @@ _MAX_FAILURES = 3
 _log = logging.getLogger("aimage.node")
 
 
+@dataclass(slots=True)
+class _Part:
+    """The bytes from ``start`` to ``end`` of a blob, which are in one range of it."""
+
+    blob_range: BlobRange
+    start: int
+    end: int
+    arrival: RangeArrival | None
+
+    def advance(self, end: int) -> None:
+        """Record that the bytes up to ``end`` of the blob have been written."""
+        if self.arrival is not None and self.arrival.file is not None:
+            self.arrival.advance(end - self.blob_range.start)
+
+
 class RangeReader(RawReader):
     """The requested bytes of a blob, one range after another.
 
-    The bytes of a read have been written when the next one begins. ``count`` is called with the
-    source of bytes and their number: "neighbour", "registry", or "cache" for kept ranges. With an
-    ``arrival``, ``peer_range`` is its range. It is fetched for a peer, if possible from one of
-    ``preferred``.
+    A range is available to peers as far as its bytes are written (a WrittenStream). ``count`` is
+    called with the source of bytes and their number: "neighbour", "registry", or "cache" for kept
+    ranges. With an ``arrival``, ``peer_range`` is its range. It is fetched for a peer, if possible
+    from one of ``preferred``.
     """
 
     def __init__(
@@ -56,24 +72,35 @@ class RangeReader(RawReader):
             peer_range,
             count,
         )
-        self._at = self._began = peer_range.start
-        self._arrival, self._is_for_peer, self._preferred = arrival, arrival is not None, preferred
-        self._range: BlobRange | None = None
+        self._at = self._written = peer_range.start
+        self._peer_arrival, self._preferred = arrival, preferred
         self._sources: Iterator[tuple[Reader, str]] = iter(())
         self._stream: Reader | None = None
         self._name = ""
         self._received = 0
+        # What is being read, and what is not completely written, in order
+        self._part: _Part | None = None
+        self._parts: deque[_Part] = deque()
+
+    def record_written(self, count: int) -> None:
+        """Let peers read further bytes: those of this stream that are in the file by now."""
+        self._written += count
+        while self._parts and self._parts[0].end <= self._written:
+            self._land(self._parts.popleft())
+        if self._parts:
+            self._parts[0].advance(self._written)
 
     def _fill(self, view: memoryview) -> int:
-        if self._range is not None:
-            self._advance(self._range)
+        if self._part is not None and self._at >= self._part.end:
+            self._close_stream()
+            self._part = None
         view = view[: self._peer_range.end - self._at]
         if not view:
             return 0
-        if self._range is None:
-            self._range, self._began = BlobRange.at(self._peer_range.content, self._at), self._at
-            self._sources = self._find_sources(self._range)
-        view = view[: self._range.end - self._at]
+        if self._part is None:
+            self._part = self._begin_part()
+            self._sources = self._find_sources(self._part)
+        view = view[: self._part.end - self._at]
         count = 0
         while not count:
             try:
@@ -88,65 +115,55 @@ class RangeReader(RawReader):
         self._at, self._received = self._at + count, self._received + count
         return count
 
-    def _advance(self, blob_range: BlobRange) -> None:
-        """Record that all bytes up to here have been written."""
-        if self._at >= min(blob_range.end, self._peer_range.end):
-            self._finish()
-        elif self._arrival is not None and self._arrival.file is not None:
-            self._arrival.advance(self._at - blob_range.start)
+    def _begin_part(self) -> _Part:
+        blob_range = BlobRange.at(self._peer_range.content, self._at)
+        end = min(blob_range.end, self._peer_range.end)
+        part = _Part(blob_range, self._at, end, self._peer_arrival)
+        self._parts.append(part)
+        return part
 
-    def _find_sources(self, blob_range: BlobRange) -> Iterator[tuple[Reader, str]]:
+    def _find_sources(self, part: _Part) -> Iterator[tuple[Reader, str]]:
         """Yield the sources of a range; the next one has the rest of one that failed."""
-        cache, owners = self._exchange.cache, self._exchange.owners
-        while self._arrival is None:
+        cache, owners, blob_range = self._exchange.cache, self._exchange.owners, part.blob_range
+        while part.arrival is None:
             if (cached := cache.open_cached(blob_range)) is not None:
                 cached.offset += self._at - blob_range.start
                 yield cached, "cache"
             arrival, is_new = cache.begin_arrival(blob_range)
             if is_new:
-                self._arrival = arrival
+                part.arrival = arrival
             else:
                 cache.join(arrival)
-        if not self._is_for_peer:
+        if self._peer_arrival is None:
             # Peers read a range from its start on.
-            if self._began == blob_range.start:
-                cache.write_to_ingest(self._arrival)
+            if part.start == blob_range.start:
+                cache.write_to_ingest(part.arrival)
             for _ in range(_MAX_FAILURES):
-                if (stream := owners.open(self._build_remainder(blob_range))) is None:
+                if (stream := owners.open(self._build_remainder(part))) is None:
                     break
                 yield stream, "neighbour"
-        if (
-            stream := owners.open_stored(self._build_remainder(blob_range), self._preferred)
-        ) is not None:
+        if (stream := owners.open_stored(self._build_remainder(part), self._preferred)) is not None:
             yield stream, "neighbour"
-        self._arrival.is_of_registry = True
-        missing = self._build_remainder(blob_range)
+        part.arrival.is_of_registry = True
+        missing = self._build_remainder(part)
         reader = self._source.open(missing.content, missing.start, missing.end - missing.start)
         if not self._source.supports_ranges(missing.content) and not blob_range.is_whole:
             self._exchange.upstream.record_ignored_ranges(missing.reference.registry or "")
         yield reader, "registry"
 
-    def _build_remainder(self, blob_range: BlobRange) -> PeerRange:
-        return replace(
-            self._peer_range, start=self._at, end=min(blob_range.end, self._peer_range.end)
-        )
+    def _build_remainder(self, part: _Part) -> PeerRange:
+        return replace(self._peer_range, start=self._at, end=part.end)
 
-    def _finish(self) -> None:
-        """Finish a range whose bytes have all been written."""
-        self._close_stream()
-        blob_range, arrival, cache = self._range, self._arrival, self._exchange.cache
-        if self._is_for_peer:
+    def _land(self, part: _Part) -> None:
+        """End a part: its range is available if all bytes of it were written."""
+        if self._peer_arrival is not None:
             return
-        self._range = self._arrival = None
-        if (
-            blob_range is not None
-            and self._began == blob_range.start
-            and self._at >= blob_range.end
-        ):
-            cache.record_written(blob_range)
-        if arrival is not None:
-            is_read = self._at >= arrival.blob_range.end
-            cache.land(arrival, None if is_read else NetworkError("a pull has ended early"))
+        is_complete = self._written >= part.blob_range.end
+        if is_complete and part.start == part.blob_range.start:
+            self._exchange.cache.record_written(part.blob_range)
+        if part.arrival is not None:
+            error = None if is_complete else NetworkError("a pull has ended early")
+            self._exchange.cache.land(part.arrival, error)
 
     def _close_stream(self) -> None:
         if self._stream is not None:
@@ -157,7 +174,9 @@ class RangeReader(RawReader):
 
     def close(self) -> None:
         if not self.closed:
-            self._finish()
+            self._close_stream()
+            while self._parts:
+                self._land(self._parts.popleft())
         super().close()
 
 
@@ -213,7 +232,7 @@ class RangeExchange:
             self.cache.land(arrival, error)
             self._fetch_slots.release()
 
-    def _write(self, reader: Reader, arrival: RangeArrival, registry: str) -> None:
+    def _write(self, reader: RangeReader, arrival: RangeArrival, registry: str) -> None:
         fd, rate = self.cache.write_to_file(arrival), self.upstream.find_rate(registry)
         buffer, offset = new_buffer(), 0
         with reader:
@@ -225,6 +244,7 @@ class RangeExchange:
                     )
                 self.cache.check_open()
                 os.pwrite(fd, buffer[:count], offset)
+                reader.record_written(count)
                 offset += count
                 if rate is not None and arrival.is_of_registry:
                     rate.consume(count)

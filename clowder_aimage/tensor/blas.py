@@ -110,16 +110,31 @@ def multiply(
 ) -> None:
     """Write factor * left @ right to ``result``, or add it: float32 matrices, without copies.
 
-    Rows of ``left`` and ``result`` are adjacent numbers, of ``right`` rows or columns. Rows may
-    overlap, so that a slice of a picture is a matrix.
+    Rows of ``result`` are adjacent numbers, of ``left`` and ``right`` rows or columns. Rows may
+    overlap, so that a slice of a picture is a matrix. Raises ValueError for other matrices.
     """
     assert _library is not None  # noqa: S101 - checked by is_fast
-    # BLAS takes the distance between rows as a number of elements: no slice has to be copied.
-    is_transposed = right.strides[1] != right.itemsize
+    left_order, left_distance = _describe(left)
+    right_order, right_distance = _describe(right)
+    order, distance = _describe(result)
+    if order != _KEEP:
+        raise ValueError("the rows of a result must be adjacent numbers")
     _library.product(
-        *(_ROWS, _KEEP, _TRANSPOSE if is_transposed else _KEEP),
+        *(_ROWS, left_order, right_order),
         *(len(result), result.shape[1], left.shape[1], factor),
-        *(left.ctypes.data, left.strides[0] // left.itemsize),
-        *(right.ctypes.data, right.strides[is_transposed] // right.itemsize),
-        *(float(is_sum), result.ctypes.data, result.strides[0] // result.itemsize),
+        *(left.ctypes.data, left_distance, right.ctypes.data, right_distance),
+        *(float(is_sum), result.ctypes.data, distance),
     )
+
+
+def _describe(matrix: Matrix) -> tuple[int, int]:
+    """Return the order of a matrix, and the distance of its rows or columns in elements.
+
+    BLAS takes it, so that no slice has to be copied.
+    """
+    size, (rows, columns) = matrix.itemsize, matrix.strides
+    if columns == size or matrix.shape[1] == 1:
+        return _KEEP, rows // size
+    if rows != size:
+        raise ValueError("neither rows nor columns of a matrix are adjacent numbers")
+    return _TRANSPOSE, columns // size

@@ -205,7 +205,7 @@ def test_manifests_in_the_format_are_real(tmp_path: Path) -> None:
         manifest = json.loads(_blob(store, digest))
         config = json.loads(_blob(store, manifest["config"]["digest"]))
         real += json.dumps(manifest, indent=2) + json.dumps(config, indent=2)
-    real += (store / "index.json").read_text()
+    real += json.dumps(json.loads((store / "index.json").read_text()), indent=2)
     made = {"reference": "localhost:5005/team/tiny:v1", "digest": digest, "steps": 2}
     made |= {"prompt": "a red fox in the snow", "width": 64}
     config = json.loads(encode_picture_config([GeneratedPicture(b"a picture", 7, "png", made)]))

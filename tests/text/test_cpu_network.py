@@ -38,8 +38,10 @@ def test_attention_is_that_of_mlx(length: int, columns: int, mask: str) -> None:
 
 @pytest.mark.parametrize("rows", [1, 3, 100])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_products_are_those_of_mlx(rows: int, has_bias: bool) -> None:
-    x, weight, bias = random(1, rows, 600), random(700, 600), random(700)
+@pytest.mark.parametrize("is_transposed", [False, True])  # as by GPT-2
+def test_products_are_those_of_mlx(rows: int, has_bias: bool, is_transposed: bool) -> None:
+    x, bias = random(1, rows, 600), random(700)
+    weight = random(600, 700).T if is_transposed else random(700, 600)
     found = project(x, weight, bias if has_bias else None)
     expected = x @ weight.T + (bias if has_bias else 0)
     assert mx.abs(found - expected).max().item() < 1e-3  # type: ignore[operator]

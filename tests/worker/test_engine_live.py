@@ -149,8 +149,8 @@ def test_a_model_process_exits_silently_after_its_worker(worker: LocalWorker) ->
     assert found is not None and found[0]["is"] == "loaded"
     source.close()
     request = {"prompt": "a dog", "width": 32, "height": 32, "steps": 3, "seed": 1}
-    command = {"do": "generate", "id": 1, "reference": "tiny", "encoding": {}}
-    target.write(frame.encode(command | {"request": request}))
+    command = {"do": "generate", "id": 1, **place, "encoding": {}, "request": request}
+    target.write(frame.encode(command))
     target.flush()
     with errors:
         assert errors.read() == b""

@@ -44,7 +44,7 @@ from clowder_aimage.pictures.input_kind import check_role
 # Limit of pictures being decoded, and of bodies being parsed
 _AT_ONCE = 2
 # Requests with pictures while the wait is short
-_BODIES = 32
+_BODIES = 16
 
 _log = logging.getLogger("aimage.worker")
 _T = TypeVar("_T")
