@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import queue
 import threading
 from collections.abc import Iterator
@@ -68,6 +69,36 @@ def test_a_connection_goes_on_while_its_buffers_are_written(
     fill(writes, ingest, 10, _MAX_BUFFERS)
     writes.flush()
     assert ingest.written == bytes(range(_MAX_BUFFERS + 10))
+
+
+class Stream(io.BytesIO):
+    """A stream that is told what of it is written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = 0
+
+    def record_written(self, count: int) -> None:
+        self.written += count
+
+
+def test_a_stream_is_told_what_is_written(writes: WriteBehind, ingest: Any) -> None:
+    stream = Stream()
+    with writes.flushing(stream):
+        fill(writes, ingest, _MAX_BUFFERS)
+        assert stream.written == 0
+        ingest.may_write.set()
+    assert stream.written == _MAX_BUFFERS
+    with writes.flushing(io.BytesIO()):
+        fill(writes, ingest, 1, _MAX_BUFFERS)
+    assert stream.written == _MAX_BUFFERS
+    with writes.flushing(stream):
+        writes.write_now(ingest, _MAX_BUFFERS + 1, writes.take(), 1)
+        assert stream.written == _MAX_BUFFERS + 1
+        ingest.fails_at = _MAX_BUFFERS + 2
+        with pytest.raises(OSError, match="No space"):
+            writes.write_now(ingest, _MAX_BUFFERS + 2, writes.take(), 1)
+    assert stream.written == _MAX_BUFFERS + 1
 
 
 def test_connections_share_additional_buffers(ingest: Any) -> None:

@@ -16,8 +16,9 @@ import pytest
 from aiohttp import web
 
 from clowder_aimage.content import build_bytes_body
+from clowder_aimage.content.store import WrittenStream
 from clowder_aimage.errors import NetworkError, NotFoundError
-from clowder_aimage.node.range_source import RANGE, rank_nodes
+from clowder_aimage.node.range_source import RANGE, BlobRange, rank_nodes
 from clowder_aimage.oci import Reference
 from clowder_aimage.registry.peer import PeerTimeouts
 from tests.content.artifact import blob
@@ -92,6 +93,37 @@ def test_a_reader_closed_early_does_not_block_others(node: Node, memory_store: M
     for _ in range(40):
         with source.open(CONTENT) as reader:
             reader.read(10)
+
+
+def test_ranges_are_sent_to_others_as_far_as_they_are_written(
+    node: Node, memory_store: MemoryStore
+) -> None:
+    source, cache = node.sharing.build_source_wrapper(REFERENCE)(memory_store), node.sharing.cache
+    parts = [BlobRange.at(CONTENT, at) for at in range(0, len(BLOB), RANGE)]
+    ingest = node.layout.ingest(CONTENT.digest.encoded, CONTENT)
+    with source.open(CONTENT) as reader:
+        assert isinstance(reader, WrittenStream)
+        first = reader.read(1000)
+        found = cache.find_arrival(parts[0])
+        assert found is not None and found.front == 0
+        ingest.write_at(0, memoryview(first))
+        reader.record_written(1000)
+        assert found.front == 1000
+        rest = bytearray()
+        while piece := reader.read(1 << 20):
+            rest += piece
+        # All is read, little is written
+        assert found.front == 1000 and cache.find_arrival(parts[2]) is not None
+        ingest.write_at(1000, memoryview(rest))
+        reader.record_written(RANGE - 1000 + 7)
+        assert found.front == RANGE and cache.find_arrival(parts[0]) is None
+        assert cache.has(parts[0], 0)
+        second = cache.find_arrival(parts[1])
+        assert second is not None and second.front == 7
+    # What was not written is not available
+    assert [cache.find_arrival(part) for part in parts] == [None] * 3
+    assert [cache.has(part, 0) for part in parts] == [True, False, False]
+    ingest.abort()
 
 
 def test_shutting_down_ends_a_pull_that_waits_for_a_busy_owner(
