@@ -450,6 +450,7 @@ def test_load_commits_small_blobs_and_manifests_together(
         return True
 
     monkeypatch.setattr(group_commit, "sync_file_system", synchronise)
+    monkeypatch.setattr(group_commit, "_MAX_AGE", 600.0)
     monkeypatch.setattr(FileIngest, "synchronise", lambda _: calls.append(-1))
     layers = [blob(b"%d" % n) for n in range(20)]
     documents = [blob(listed.raw), *(blob(each.raw) for each in made)]
