@@ -257,7 +257,7 @@ def everything(world: World, **codes: int) -> None:
             ("pin", "y"),
             ("unpin", "y"),
             ("gc", "--grace", "0"),
-            ("gc", "--grace", "0", "--max-age", "1s"),
+            ("gc", "--grace", "0", "--max-age", "1h"),
             ("ls",),
             ("verify",),
             ("rm", name),
