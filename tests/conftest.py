@@ -69,8 +69,9 @@ class _Sys:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the option by which the tests of a worker's API run through a gateway."""
+    """Add the options of runs in which other tests are repeated in other surroundings."""
     parser.addoption("--gateway", action="store_true", help="put a gateway before workers")
+    parser.addoption("--hostile", action="store_true", help="let a hostile worker attack fleets")
 
 
 def pytest_configure() -> None:

@@ -12,12 +12,15 @@ import aiohttp
 import pytest
 
 from tests.conftest import TINY
+from tests.fleet.attack import ACCESS, attacked, attacked_server
 from tests.fleet.fleet_run import FleetRun, Nats
 from tests.process import Aimage
 from tests.store import copy_store
 from tests.wait import PATIENCE
 
 Scene = Callable[[FleetRun], Awaitable[None]]
+Play = Callable[..., None]
+VICTIMS = ("w1", "w2")
 _numbers = itertools.count()
 
 
@@ -37,7 +40,7 @@ def nats(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nats]:
 
 
 @pytest.fixture
-def play(nats: Nats, tiny_store: Path, tmp_path: Path) -> Callable[..., None]:
+def play_quietly(nats: Nats, tiny_store: Path, tmp_path: Path) -> Play:
     """Return a function that plays a scene in a fleet of its own."""
 
     def run(
@@ -57,5 +60,38 @@ def play(nats: Nats, tiny_store: Path, tmp_path: Path) -> Callable[..., None]:
                 await scene(fleet)
 
         asyncio.run(played())
+
+    return run
+
+
+@pytest.fixture
+def play_attacked(play_quietly: Play, tmp_path: Path) -> Play:
+    """Return a function that plays a scene while a hostile worker attacks, but delays no jobs."""
+
+    def run(scene: Scene, **options: Any) -> None:
+        async def attack(fleet: FleetRun) -> None:
+            async with attacked(fleet, *VICTIMS, delays=False, reports=False):
+                await scene(fleet)
+
+        with attacked_server(tmp_path) as own:
+            play_quietly(attack, own, **ACCESS, **options)
+
+    return run
+
+
+@pytest.fixture
+def play(request: pytest.FixtureRequest, play_quietly: Play, play_attacked: Play) -> Play:
+    """Return a function that plays a scene, with ``--hostile`` beside a hostile worker.
+
+    A scene with a server or an access of its own has none.
+    """
+    is_hostile = request.config.getoption("--hostile")
+
+    def run(scene: Scene, own: Nats | None = None, **options: Any) -> None:
+        is_usual = own is None and not options.keys() & {*ACCESS}
+        if is_hostile and is_usual:
+            play_attacked(scene, **options)
+        else:
+            play_quietly(scene, own, **options)
 
     return run

@@ -5,21 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from clowder_aimage.fleet.worker_registry import give_order
 from tests.fleet import test_fleet, test_job_log, test_worker_call
 from tests.fleet.attack import ACCESS, attacked, attacked_server
-from tests.fleet.conftest import Scene
+from tests.fleet.conftest import VICTIMS, Play
 from tests.fleet.fleet_run import FleetRun, ScriptedRole, prompt_as_picture
 from tests.fleet.hostile_worker import EVIL
 from tests.wait import PATIENCE, until_async
 
 pytestmark = pytest.mark.integration
-Play = Callable[..., None]
-VICTIMS = ("w1", "w2")
 # Tests that hold while a hostile worker delays no jobs.
 SCENES: tuple[Callable[[Play], None], ...] = (
     test_fleet.test_a_job_is_answered_by_a_worker,
@@ -30,21 +27,6 @@ SCENES: tuple[Callable[[Play], None], ...] = (
     test_job_log.test_the_client_gets_the_response_of_the_attempt_that_began_last,
     test_worker_call.test_a_response_may_be_larger_than_a_message,
 )
-
-
-@pytest.fixture
-def play_attacked(play: Play, tmp_path: Path) -> Play:
-    """Return a function that plays a scene while a hostile worker attacks."""
-
-    def run(scene: Scene, **options: Any) -> None:
-        async def attack(fleet: FleetRun) -> None:
-            async with attacked(fleet, *VICTIMS, delays=False, reports=False):
-                await scene(fleet)
-
-        with attacked_server(tmp_path) as own:
-            play(attack, own, **ACCESS, **options)
-
-    return run
 
 
 @pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.__name__)
