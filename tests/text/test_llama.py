@@ -331,11 +331,11 @@ class Script:
 def test_answers_of_fast_texts_are_looked_at_less_often(
     model: LlamaModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    script = Script(1, 1, 1, 4, 9, 3)
+    script = Script(1, 1, 1, 2, 9, 3)
     monkeypatch.setattr(llama_server, "_Call", script)
     monkeypatch.setattr(llama_server, "time", SimpleNamespace(monotonic=lambda: 1e9))
     monkeypatch.setattr(model._server, "_news", script)
-    assert [len(one) for one in model._server.stream({})] == [0, 1, 1, 1, 4, 9, 3]
+    assert [len(one) for one in model._server.stream({})] == [0, 1, 1, 1, 2, 9, 3]
     assert script.waits[1:] == [0.03, 0.03, 0.06, 0.06]
 
 

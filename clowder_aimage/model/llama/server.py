@@ -26,9 +26,11 @@ from clowder_aimage.model.llama.temporary_directory import create_temporary_dire
 from clowder_aimage.model.text.language_model import ContextError
 
 _SILENT, _ERRORS = -1, 1  # verbosity
-# Seconds between two looks at the answers of texts, and after more than _FAST answers of one
+# Seconds between two looks at the answers of a text, and after more than _FAST answers; a look at
+# several texts costs more, so they are multiplied by their number, up to _MOST_GATHERED
 GATHERED = 0.03
-_FAST, _FAST_GATHERED = 3, 0.06
+_FAST, _FAST_GATHERED = 1, 0.06
+_MOST_GATHERED = 0.12
 # The choices of an error
 _UNENDED = ({"finish_reason": None},)
 # Seconds that a cancelled request may take to end
@@ -125,6 +127,8 @@ class LlamaServer:
         self._news = _News()
         # When this thread last waited for answers, and the most that one text had then
         self._looked, self._most = 0.0, 0
+        # Requests in progress
+        self._open = 0
         # Without an answer since then
         self._asked = set[_Call]()
         # Also when the process exits
@@ -145,6 +149,7 @@ class LlamaServer:
         call = _Call(self._server[0], body, self._news)
         self._calls.add(call)
         call.thread.start()
+        self._open += 1
         try:
             yield []
             while not call.is_ended:
@@ -155,6 +160,7 @@ class LlamaServer:
                 yield answers
         finally:
             call.is_cancelled = True
+            self._open -= 1
             self._asked.discard(call)
 
     def wake(self) -> None:
@@ -165,6 +171,7 @@ class LlamaServer:
         """Wait for answers, unless other requests have not been asked since the last wait."""
         if call in self._asked:
             seconds = _FAST_GATHERED if self._most > _FAST else GATHERED
+            seconds = min(_MOST_GATHERED, seconds * self._open)
             self._news.wait(self._looked + seconds - time.monotonic())
             self._looked, self._most = time.monotonic(), 0
             self._asked.clear()
