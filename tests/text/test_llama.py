@@ -314,6 +314,8 @@ class Script:
 
     def start(self) -> None: ...
 
+    def join(self, _: float) -> None: ...
+
     def empty(self) -> bool:
         return True
 
