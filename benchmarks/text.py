@@ -9,7 +9,8 @@ turn says little. CPU is the processor time of a token, prompts included, with a
 row and the client of a worker; it is the figure that other programs disturb least.
 
 ``--clients N`` compares one client of a worker with N at once instead: the rate is then that of all
-tokens until the last answer has ended, prompts included.
+tokens until the last answer has ended, prompts included. With ``--whole`` it compares the N clients
+of a worker with as many of llama.cpp's own server, of the same library and parameters, in that way.
 
 The first row of a runtime in ROWS is the library alone. A row is a function from the path of the
 model to a function from a prompt and a number of tokens to the seconds until the first token, and
@@ -23,6 +24,7 @@ import atexit
 import contextlib
 import json
 import os
+import socket
 import statistics
 import subprocess
 import sys
@@ -35,6 +37,8 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 CONTEXT = 1024
+# Requests at once, as the worker's default
+PARALLEL = 16
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {},
     "medium": {
@@ -43,6 +47,14 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 6,
         "num_attention_heads": 12,
         "num_key_value_heads": 4,
+        "head_dim": 64,
+    },
+    "large": {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
         "head_dim": 64,
     },
 }
@@ -93,17 +105,37 @@ def mlx_lm(path: Path) -> Write:
     return write
 
 
-def llama(path: Path) -> Write:
-    """Time xllamacpp, with the parameters of the worker's runtime."""
+def serve_llama(path: Path, hostnames: list[str], parallel: int = 1, threads: int = 1) -> Any:
+    """Return llama.cpp's server with the parameters of the worker's runtime."""
     import xllamacpp
 
     from clowder_aimage.model.llama.params import make_params
 
-    weights = path.stat().st_size
-    params = make_params(path, (), weights=weights, context=CONTEXT, parallel=1, pooling=None)
-    params.verbosity, params.hostnames = -1, [f"{tempfile.mkdtemp()}/a.sock"]
-    server = xllamacpp.Server(params)
-    server.handle_metrics()
+    size = {"weights": path.stat().st_size, "context": CONTEXT, "parallel": parallel}
+    params = make_params(path, (), **size, pooling=None)
+    params.verbosity, params.hostnames, params.n_threads_http = -1, hostnames, threads
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        params.port = free.getsockname()[1]
+    started = xllamacpp.Server(params)
+    started.handle_metrics()
+    return started
+
+
+def server(path: Path) -> Write:
+    """Time the client of llama.cpp's own server, which streams its text over HTTP."""
+    started = serve_llama(path, ["127.0.0.1"], PARALLEL, PARALLEL + 2)
+
+    def write(prompt: str, count: int) -> tuple[float, float]:
+        # The server ends with its object
+        address: str = started.listening_address
+        return read_over_http(address.removeprefix("http://"))(prompt, count)
+
+    return write
+
+
+def llama(path: Path) -> Write:
+    """Time xllamacpp, with the parameters of the worker's runtime."""
+    server = serve_llama(path, [f"{tempfile.mkdtemp()}/a.sock"])
 
     def write(prompt: str, count: int) -> tuple[float, float]:
         times, tokens = list[float](), 0
@@ -127,8 +159,6 @@ def llama(path: Path) -> Write:
 
 def worker(path: Path) -> Write:
     """Time the client of a worker, which streams its text over HTTP."""
-    import http.client
-
     from clowder_aimage.create import create
     from clowder_aimage.layout import ImageLayout
     from clowder_aimage.oci import Reference
@@ -140,7 +170,12 @@ def worker(path: Path) -> Write:
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     atexit.register(process.kill)
     assert process.stdout is not None
-    host = process.stdout.readline().decode().strip().removeprefix("http://")
+    return read_over_http(process.stdout.readline().decode().strip().removeprefix("http://"))
+
+
+def read_over_http(host: str) -> Write:
+    """Return a client of a server."""
+    import http.client
 
     def write(prompt: str, count: int) -> tuple[float, float]:
         body = {"model": "m", "prompt": prompt, "max_tokens": count, "temperature": 0}
@@ -162,6 +197,7 @@ def worker(path: Path) -> Write:
 
 
 OURS = {"aimage": aimage, "worker": worker}
+SERVERS = {"server": server, "worker": worker}
 ROWS: dict[str, dict[str, Callable[[Path], Write]]] = {
     "mlx-lm": {"mlx-lm": mlx_lm, **OURS},
     "llama.cpp": {"xllamacpp": llama, **OURS},
@@ -207,12 +243,9 @@ def processor_time() -> float:
 
 
 def measure(
-    runtime: str, path: Path, rounds: int, count: int, length: int, clients: int
+    runtime: str, path: Path, rows: dict[str, tuple[str, int]], rounds: int, count: int, length: int
 ) -> dict[str, list[Any]]:
-    """Return the times of each row."""
-    rows = {"one client": ("worker", 1), f"{clients} clients": ("worker", clients)}
-    if not clients:
-        rows = {row: (row, 0) for row in ROWS[runtime]}
+    """Return the times of each row. rows: the kind and the number of clients, 0 for one text."""
     command = [sys.executable, "-m", "benchmarks.text", "--runtime", runtime]
     command += ["--model", str(path), "--row"]
     children = {
@@ -267,16 +300,25 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--length", type=int, default=2, help="sentences of the prompt")
     parser.add_argument("--clients", type=int, default=0, help="of a worker, at once")
+    parser.add_argument("--whole", action="store_true", help="llama.cpp's server and a worker")
     parser.add_argument("--row", help=argparse.SUPPRESS)
     parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.row:
-        serve(ROWS[given.runtime][given.row](given.model))
+        serve({**ROWS[given.runtime], **SERVERS}[given.row](given.model))
         return
+    if given.whole and given.runtime != "llama.cpp":
+        parser.error("--whole is for llama.cpp")
+    rows = {row: (row, 0) for row in ROWS[given.runtime]}
+    if given.whole:
+        rows = {row: (row, max(1, given.clients)) for row in SERVERS}
+    elif given.clients:
+        many = f"{given.clients} clients"
+        rows = {"one client": ("worker", 1), many: ("worker", given.clients)}
     with tempfile.TemporaryDirectory() as place:
         path = make_model(Path(place), given.runtime, given.shape)
-        size = given.rounds, given.tokens, given.length, given.clients
-        times = measure(given.runtime, path, *size)
+        size = given.rounds, given.tokens, given.length
+        times = measure(given.runtime, path, rows, *size)
     base = statistics.median(one["rate"] for one in next(iter(times.values())))
     print("| row | tokens/s, best | median | ratio | first token, best | median | CPU |")
     print("|---|---|---|---|---|---|---|")

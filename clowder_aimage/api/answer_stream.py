@@ -47,9 +47,11 @@ def encode_event(event: str | None, data: Any, *, mark: str | None = None) -> by
         if not event.isprintable():
             raise ValueError(f"invalid event name {event!r}")
         head += f"event: {event}\n"
-    text = data if isinstance(data, str) else json.dumps(data, allow_nan=False)
+    if not isinstance(data, str):
+        # JSON has no line ends in its texts
+        return f"{head}data: {json.dumps(data, allow_nan=False)}\n\n".encode()
     # All line ends of the standard: a client would split the data at each
-    lines = re.split(r"\r\n|\r|\n", text)
+    lines = re.split(r"\r\n|\r|\n", data)
     return (head + "".join(f"data: {line}\n" for line in lines) + "\n").encode()
 
 

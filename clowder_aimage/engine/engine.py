@@ -375,7 +375,11 @@ class Engine:
     ) -> ModelRequest | None:
         """Return the parameters of a request, and estimate its time."""
         make = request.make
-        parameters = await run_generation(make, stored.aimage) if make else None
+        if make is not None and request.is_text:
+            # That of a picture may read files
+            parameters: ModelRequest | None = make(stored.aimage)
+        else:
+            parameters = await run_generation(make, stored.aimage) if make else None
         if isinstance(parameters, TextRequest):
             return _set_seed(parameters)
         if isinstance(parameters, GenerateRequest):

@@ -40,7 +40,7 @@ async def receive(stream: StreamReader) -> tuple[Message, bytes] | None:
     try:
         length, size = _unpack_lengths(await stream.readexactly(_LENGTHS.size))
         text = await stream.readexactly(length)
-        return json.loads(text), await stream.readexactly(size)
+        return json.loads(text), await stream.readexactly(size) if size else b""
     except IncompleteReadError:
         return None
 

@@ -1,6 +1,6 @@
-"""Frames to the worker. Tokens of fast texts are gathered for a short time.
+"""Frames to the worker. Tokens of fast texts, and of several texts, are gathered for a short time.
 
-A frame for each token would wake the worker and its client for each token. Their work takes CPU
+A write for each token would wake the worker and its client for each token. Their work takes CPU
 time from the computation of the next token.
 """
 
@@ -10,7 +10,6 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import BinaryIO
 
 from clowder_aimage.engine import frame
@@ -23,8 +22,9 @@ MIN_INTERVAL = 0.01
 class FrameWriter:
     """Writes frames to a file, from any thread. ``clock`` measures the intervals.
 
-    A token is written at once, unless its text had a frame just before: then it is held back, for
-    ``MIN_INTERVAL`` seconds at most while ``write_in_time`` runs, and joined to the next tokens.
+    A token is held back until ``flush``, and if its text had a frame just before, until a later
+    one: for ``MIN_INTERVAL`` seconds at most while ``write_in_time`` runs. Tokens of a text that
+    are held back are joined.
     """
 
     def __init__(self, target: BinaryIO, clock: Callable[[], float] = time.monotonic) -> None:
@@ -43,14 +43,19 @@ class FrameWriter:
             if message["is"] in ("done", "error"):
                 self._written.pop(message["id"], None)
 
-    def write_piece(self, number: int, piece: TextDelta) -> None:
-        """Write a piece of the text of a request, or hold it back. Raises BrokenPipeError."""
+    def hold(self, number: int, piece: TextDelta) -> None:
+        """Hold back a piece of the text of a request."""
         with self._lock:
             self._held.setdefault(number, []).append(piece)
-            if self._clock() - self._written.get(number, -MIN_INTERVAL) >= MIN_INTERVAL:
-                self._write(self._release())
-            elif not self._is_held.is_set():
+            if not self._is_held.is_set():
                 self._is_held.set()
+
+    def flush(self) -> None:
+        """Write the pieces if some text had no frame just before. Raises BrokenPipeError."""
+        with self._lock:
+            due = self._clock() - MIN_INTERVAL
+            if any(self._written.get(number, due) <= due for number in self._held):
+                self._write(self._release())
 
     def write_in_time(self) -> None:
         """Write pieces that are held back too long, until the worker has exited."""
@@ -67,7 +72,8 @@ class FrameWriter:
         for number, pieces in self._held.items():
             self._written[number] = timestamp
             for piece in join_deltas(pieces):
-                frames.append(frame.encode({"is": "piece", "id": number, **asdict(piece)}))
+                fields = piece.to_json() if isinstance(piece, TextDelta) else {}
+                frames.append(frame.encode({"is": "piece", "id": number, **fields}))
         self._held.clear()
         return b"".join(frames)
 

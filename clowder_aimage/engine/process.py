@@ -99,10 +99,15 @@ class ModelProcess:
     def _take_command(self) -> frame.Message | None:
         """Return the next command, after turns of the open texts; None at the end."""
         while self._texts and not self._is_stuck and self._commands.empty():
-            for request_id, events in [*self._texts.items()]:
-                with self._reporting_errors(request_id):
-                    self._advance(request_id, events)
+            self._take_turns()
         return self._commands.get()
+
+    def _take_turns(self) -> None:
+        """Send the next event of each open text."""
+        for request_id, events in [*self._texts.items()]:
+            with self._reporting_errors(request_id):
+                self._advance(request_id, events)
+        self._frames.flush()
 
     def _read(self) -> None:
         try:
@@ -110,15 +115,25 @@ class ModelProcess:
                 command, _ = received
                 if command["do"] == "cancel":
                     self._cancelled.add(command["id"])
+                    self._wake()
                 elif command["do"] == "try":
                     threading.Thread(target=self._try_schema, args=(command,), daemon=True).start()
                 elif command["do"] == "write" and command["request"].get("schema") is not None:
                     threading.Thread(target=self._prepare, args=(command,), daemon=True).start()
                 else:
-                    self._commands.put(command)
+                    self._put(command)
         finally:
             self._is_orphaned = True
-            self._commands.put(None)
+            self._put(None)
+
+    def _put(self, command: frame.Message | None) -> None:
+        self._commands.put(command)
+        self._wake()
+
+    def _wake(self) -> None:
+        """End a wait of open texts for their tokens."""
+        if self._texts:
+            self._model.wake()
 
     def _try_schema(self, command: frame.Message) -> None:
         """Try the schema of a request while others are served."""
@@ -134,7 +149,7 @@ class ModelProcess:
         with self._reporting_errors(request_id):
             request = TextRequest.from_json(command["request"])
             self._model.prepare(request, partial(self._is_cancelled, request_id))
-            self._commands.put(command)
+            self._put(command)
 
     def _execute(self, command: frame.Message) -> None:
         request_id = command.get("id")
@@ -375,7 +390,7 @@ class ModelProcess:
             self._end(request_id)
         elif isinstance(event, TextDelta):
             if event.text or event.tokens:
-                self._frames.write_piece(request_id, event)
+                self._frames.hold(request_id, event)
         elif isinstance(event, Embeddings):
             facts = {"tokens": event.tokens, "cut": event.cut, "limit": event.limit}
             self._send("vectors", request_id, event.pack(), count=len(event.vectors), **facts)

@@ -173,7 +173,7 @@ class Runner:
 
     async def try_schema(self, reference: str, request: TextRequest) -> None:
         """Try the schema of a request while others are served. Raises as ``generate``."""
-        number, command = next(self._numbers), {"do": "try", "request": asdict(request)}
+        number, command = next(self._numbers), {"do": "try", "request": request.to_json()}
         self._trials.add(number)
         await self._ask(number, reference, command, lambda _: None)
 
@@ -367,8 +367,9 @@ def _build_command(
     if isinstance(request, GenerateRequest):
         command = {"do": "generate", "request": request.to_json(), "manifest": manifest.to_json()}
         return {**command, "encoding": asdict(encoding)}
-    do = "embed" if isinstance(request, EmbeddingRequest) else "write"
-    return {"do": do, "request": asdict(request)}
+    if isinstance(request, EmbeddingRequest):
+        return {"do": "embed", "request": asdict(request)}
+    return {"do": "write", "request": request.to_json()}
 
 
 def _parse_event(message: frame.Message, data: bytes) -> Event | None:

@@ -359,9 +359,11 @@ class ModelScheduler:
 
     def _release_excess(self) -> None:
         """Unload an idle model if the processes take more memory than was estimated."""
-        models, budget = self._list_in_order(), self.budget
-        taken = sum(self._describe(model).need for model in models)
-        if len(models) < 2 or budget is None or taken <= budget:
+        if len(models := self._list_in_order()) < 2:
+            return
+        # It may be read from files
+        budget = self.budget
+        if budget is None or sum(self._describe(model).need for model in models) <= budget:
             return
         if (idle := next((model for model in models[:-1] if not model.users), None)) is not None:
             self.unload(idle, "memory")

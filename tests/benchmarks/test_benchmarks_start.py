@@ -90,6 +90,11 @@ STARTS = (
     Start("store --counts 2 --layers 10 --blobs 10 --rounds 1", "| durable |"),
     Start("text --shape tiny --tokens 4 --rounds 1", "| worker |", ("mlx_lm",)),
     Start(
+        "text --runtime llama.cpp --whole --clients 2 --shape tiny --tokens 4 --rounds 1",
+        "| worker |",
+        ("xllamacpp",),
+    ),
+    Start(
         "text --runtime llama.cpp --shape tiny --tokens 4 --rounds 1", "| worker |", ("xllamacpp",)
     ),
     Start(

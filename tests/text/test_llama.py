@@ -8,6 +8,7 @@ import os
 import shutil
 import socket
 import sys
+import threading
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -183,7 +184,7 @@ def test_prompt_that_is_not_text_is_refused(model: LlamaModel, prompt: str) -> N
 
 def test_failure_of_the_library_does_not_repeat_the_prompt(model: LlamaModel) -> None:
     with pytest.raises(ModelError, match=r"llama\.cpp failed") as caught:
-        next(model._server.stream({"prompt": "a secret \ud800", "stream": True}))
+        [*model._server.stream({"prompt": "a secret \ud800", "stream": True})]
     assert "secret" not in str(caught.value)
 
 
@@ -202,10 +203,10 @@ def test_prompt_beyond_the_context_is_refused_with_its_numbers(path: Path) -> No
     model = load(path, context=40)  # less than llama.cpp's step
     assert model.context == 40
     with pytest.raises(ContextError) as caught:
-        model.generate(complete("the red ball " * 20))
+        [*model.generate(complete("the red ball " * 20))]
     assert int(caught.value.facts["tokens"]) > 40 == int(caught.value.facts["context"])
     with pytest.raises(ContextError):
-        model.generate(complete("the red ball " * 500))
+        [*model.generate(complete("the red ball " * 500))]
 
 
 def test_text_ends_where_the_context_does(path: Path) -> None:
@@ -267,37 +268,77 @@ def test_requests_at_once_give_what_each_gives_alone(path: Path) -> None:
     assert texts == alone
 
 
+class Blocking:
+    """A server that answers no request before ``count`` of them have arrived."""
+
+    def __init__(self, server: Any, count: int) -> None:
+        self.server, self.barrier = server, threading.Barrier(count)
+
+    def handle_completions(self, *arguments: Any) -> None:
+        self.barrier.wait(60)
+        self.server.handle_completions(*arguments)
+
+
+def test_a_request_is_handed_over_before_the_one_before_it_is_accepted(path: Path) -> None:
+    model = load(path, parallel=4)
+    blocking = Blocking(model._server._server[0], 4)
+    model._server._server[0] = blocking
+    texts = [model.generate(complete(prompt, 8)) for prompt in PROMPTS]
+    for events in texts:
+        *_, end = events
+        assert isinstance(end, TextEnd) and end.tokens == 8
+    assert not blocking.barrier.broken
+
+
+def test_a_wait_for_answers_ends_when_other_work_arrives(path: Path) -> None:
+    server = load(path)._server
+    blocking = Blocking(server._server[0], 2)
+    server._server[0] = blocking
+    answers = server.stream({"prompt": "the", "n_predict": 1, "stream": True})
+    assert next(answers) == next(answers) == []
+    server.wake()
+    assert next(answers) == []  # would wait for ever
+    blocking.barrier.wait(60)
+    assert [*answers]
+
+
 class Script:
     """A request in progress whose answers come together in given numbers."""
 
     def __init__(self, *counts: int) -> None:
         self.counts, self.waits = [*counts], list[float]()
-        self.thread = self.answers = self.has_last = self
+        self.thread = self.answers = self
 
     def __call__(self, *_: object) -> Script:
         return self
 
     def start(self) -> None: ...
 
+    def join(self, _: float) -> None: ...
+
     def empty(self) -> bool:
         return True
+
+    @property
+    def is_ended(self) -> bool:
+        return not self.counts
 
     def wait(self, seconds: float) -> None:
         self.waits.append(round(seconds, 3))
 
     def take(self) -> list[dict[str, Any]]:
-        return [{}] * self.counts.pop(0) if self.counts else []
+        return [{}] * self.counts.pop(0)
 
 
 def test_answers_of_fast_texts_are_looked_at_less_often(
     model: LlamaModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    script = Script(1, 1, 4, 9, 3)
+    script = Script(1, 1, 1, 2, 9, 3)
     monkeypatch.setattr(llama_server, "_Call", script)
     monkeypatch.setattr(llama_server, "time", SimpleNamespace(monotonic=lambda: 1e9))
-    monkeypatch.setattr(model._server, "_looked", 0.0)
-    assert [len(one) for one in model._server.stream({})] == [1, 1, 4, 9, 3]
-    assert script.waits == [0, 0.03, 0.06, 0.06, 0.03]
+    monkeypatch.setattr(model._server, "_news", script)
+    assert [len(one) for one in model._server.stream({})] == [0, 1, 1, 1, 2, 9, 3]
+    assert script.waits[1:] == [0.03, 0.03, 0.06, 0.06]
 
 
 def test_closing_ends_the_work(tmp_path: Path) -> None:
@@ -377,7 +418,7 @@ def test_a_load_that_may_succeed_later_is_not_refused_for_good(
 def test_errors_of_the_library_are_sentences(model: LlamaModel) -> None:
     server: LlamaServer = model._server
     with pytest.raises(UsageError, match=r"llama\.cpp refuses the request"):
-        next(server.stream({"prompt": 3.5}))
+        [*server.stream({"prompt": 3.5})]
 
 
 def test_template_of_a_file_does_not_run_when_it_is_loaded(tmp_path: Path, directory: Path) -> None:

@@ -66,6 +66,9 @@ class ScriptedLanguageModel:
             time.sleep(0.001)
         raise UsageError("the JSON Schema cannot be used", field="response_format")
 
+    def wake(self) -> None:
+        """Return at once: a text waits for a short time only."""
+
     def generate(self, request: TextRequest) -> Generator[TextEvent, None, None]:
         words = str(request.messages[-1]["content"]).split() if request.messages else []
         words = words or (request.prompt or "").split()

@@ -95,9 +95,7 @@ def replies(model: ScriptedLanguageModel, *commands: dict[str, Any]) -> list[dic
     process._commands.put({"do": "nothing"})  # arrives later
     assert process._commands.get() == {"do": "nothing"}
     while process._texts:
-        for number, events in [*process._texts.items()]:
-            with process._reporting_errors(number):
-                process._advance(number, events)
+        process._take_turns()
     target.seek(0)
     found = []
     while (one := frame.read(target)) is not None:

@@ -30,34 +30,57 @@ def read_frames(target: io.BytesIO) -> list[tuple[object, ...]]:
 def test_pieces_that_follow_soon_are_joined_and_the_first_one_does_not_wait() -> None:
     target, clock = io.BytesIO(), Clock()
     writer = FrameWriter(target, clock)
-    writer.write_piece(1, TextDelta("a"))
+
+    def write(number: int, text: str) -> None:
+        writer.hold(number, TextDelta(text))
+        writer.flush()
+
+    write(1, "a")
     assert read_frames(target) == [("piece", 1, "a")]
-    writer.write_piece(1, TextDelta("b"))
-    writer.write_piece(1, TextDelta("c"))
+    write(1, "b")
+    write(1, "c")
     assert len(read_frames(target)) == 1
-    writer.write_piece(2, TextDelta("x"))  # the first one of another text
+    write(2, "x")  # the first one of another text
     assert read_frames(target)[1:] == [("piece", 1, "bc"), ("piece", 2, "x")]
     clock.now += 2 * MIN_INTERVAL
-    writer.write_piece(1, TextDelta("d"))
+    write(1, "d")
     assert read_frames(target)[3:] == [("piece", 1, "d")]
+
+
+def test_pieces_of_several_texts_are_one_write() -> None:
+    class Target(io.BytesIO):
+        writes = 0
+
+        def flush(self) -> None:
+            self.writes += 1
+
+    target = Target()
+    writer = FrameWriter(target, Clock())
+    for number in range(8):
+        writer.hold(number, TextDelta("a"))
+    assert (target.writes, read_frames(target)) == (0, [])
+    writer.flush()
+    assert target.writes == 1
+    assert read_frames(target) == [("piece", number, "a") for number in range(8)]
 
 
 def test_thoughts_are_not_joined_to_the_answer_and_keep_their_tokens() -> None:
     target = io.BytesIO()
     writer = FrameWriter(target, Clock())
     one, two = Token("a", (97,), -0.5), Token("b", (98,), -1.5, (Token("c", (99,), -2.0),))
-    writer.write_piece(1, TextDelta("-"))
+    writer.hold(1, TextDelta("-"))
+    writer.flush()
     for piece in (
         TextDelta("hm", "thinking"),
         TextDelta("a", tokens=(one,)),
         TextDelta("b", tokens=(two,)),
     ):
-        writer.write_piece(1, piece)
+        writer.hold(1, piece)
     writer.write({"is": "end", "id": 1})
     target.seek(0)
     _, (thought, _), (text, _), (end, _) = (frame.read(target) or ({}, b"") for _ in range(4))
-    assert (thought["kind"], thought["text"], thought["tokens"]) == ("thinking", "hm", [])
-    assert (text["kind"], text["text"], end["is"]) == ("content", "ab", "end")
+    assert (thought["kind"], thought["text"], thought.get("tokens")) == ("thinking", "hm", None)
+    assert (text.get("kind"), text["text"], end["is"]) == (None, "ab", "end")
     assert tuple(map(Token.from_json, text["tokens"])) == (one, two)
 
 
@@ -65,7 +88,8 @@ def test_a_new_text_with_the_number_of_one_that_has_ended_begins_at_once() -> No
     target = io.BytesIO()
     writer = FrameWriter(target, Clock())
     for kind in ("done", "error"):
-        writer.write_piece(1, TextDelta("a"))
+        writer.hold(1, TextDelta("a"))
+        writer.flush()
         writer.write({"is": kind, "id": 1})
     assert [one[0] for one in read_frames(target)] == ["piece", "done", "piece", "error"]
 
@@ -77,10 +101,10 @@ def test_a_piece_that_is_held_back_is_written_while_the_model_computes() -> None
         thread = threading.Thread(target=writer.write_in_time, daemon=True)
         thread.start()
         for text in ("a", "b"):
-            writer.write_piece(1, TextDelta(text))
+            writer.hold(1, TextDelta(text))
             found = frame.read(source)
             assert found is not None and found[0]["text"] == text
         source.close()  # as when the worker exits
-        writer.write_piece(1, TextDelta("c"))
+        writer.hold(1, TextDelta("c"))
         thread.join(60)
         assert not thread.is_alive()

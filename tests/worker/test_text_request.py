@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -124,7 +123,7 @@ def test_calls_are_forced_by_tool_choice(
     assert (request.must_call, request.has_one_call) == (names, has_one)
     (request,) = chat(tools=tools, tool_choice=stated, parallel_tool_calls=False).build_requests()
     assert request.has_one_call
-    assert TextRequest.from_json(asdict(request)) == request
+    assert TextRequest.from_json(request.to_json()) == request
 
 
 @pytest.mark.parametrize(
@@ -347,7 +346,7 @@ def test_variables_of_a_template_are_passed_on() -> None:
     (request,) = chat(chat_template_kwargs=options, reasoning_effort="low").build_requests()
     assert request.template_options == {"thinking": True, "budget": {"a": [1]}}
     assert (request.thinking, request.effort) == (True, "low")
-    sent = TextRequest.from_json(json.loads(json.dumps(asdict(request))))
+    sent = TextRequest.from_json(json.loads(json.dumps(request.to_json())))
     assert sent == request
 
 

@@ -54,6 +54,9 @@ class EncoderModel:
         """Refuse the request: the model writes no texts."""
         require(self.capabilities, COMPLETION, "model")
 
+    def wake(self) -> None:
+        """Do nothing: no text waits."""
+
     def generate(self, request: TextRequest) -> Generator[TextEvent, None, None]:  # noqa: ARG002
         """Refuse the request at once: the model writes no texts."""
         require(self.capabilities, COMPLETION, "model")

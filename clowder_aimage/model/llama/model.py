@@ -215,8 +215,13 @@ class LlamaModel:
                 body["grammar_type"] = "tool_calls"
                 server = _serve(self._layers, context=self.context, prefix=drawn.text)
         text = self._stream_text(server, body, stream, request, digits)
-        next(text)  # raises at once
+        while next(text) is not None:
+            pass
         return begin_events(notice, text)
+
+    def wake(self) -> None:
+        """End a wait for tokens; see LanguageModel."""
+        self._server.wake()
 
     def _build_grammar(
         self, request: TextRequest, is_cancelled: Callable[[], bool] = lambda: False
@@ -254,14 +259,23 @@ class LlamaModel:
         request: TextRequest,
         digits: DigitBound | None,
     ) -> Generator[Any, None, None]:
-        """Yield None when the request is accepted, then its events. Close a server of its own."""
+        """Yield None when the request was handed over, and its events. Close a server of its own.
+
+        llama.cpp reads the prompts together that it has when it begins to compute, so the next
+        request need not wait until it has accepted this one. One with a grammar, which may end the
+        process, is accepted before None.
+        """
         alternatives = request.alternatives
         is_shared = server is self._server
         server_end = nullcontext() if is_shared else closing(server)
         slot = self._taking_slot(body, request.owner) if is_shared else nullcontext()
         with server_end, slot, closing(server.stream(body)) as batches:
-            total, remaining = self._take_first_answers(batches, request)
-            yield None
+            next(batches)
+            if not request.has_grammar:
+                yield None
+            total, remaining = yield from self._await_acceptance(batches, request)
+            if request.has_grammar:
+                yield None
             # The text was complete before this request
             if remaining is None or not body["n_predict"]:
                 yield TextEnd(LENGTH, total, 0)
@@ -271,7 +285,7 @@ class LlamaModel:
             for answers in chain([remaining], batches):
                 groups = [answers] if is_plain and answers else [[answer] for answer in answers]
                 events = [*self._iter_events(groups, stream, total, alternatives, digits)]
-                yield from join_deltas(events)
+                yield from join_deltas(events or [TextDelta("")])
                 if events and isinstance(events[-1], TextEnd):
                     return
         raise ModelError("llama.cpp ended without a result")
@@ -293,16 +307,18 @@ class LlamaModel:
             if number is not None:
                 self._slots.release(number)
 
-    def _take_first_answers(
+    def _await_acceptance(
         self, batches: Iterator[list[dict[str, Any]]], request: TextRequest
-    ) -> tuple[int, list[dict[str, Any]] | None]:
+    ) -> Generator[TextDelta, None, tuple[int, list[dict[str, Any]] | None]]:
         """Return the number of tokens of the prompt, and the answers that came with it.
 
         No answers come if a text goes on that has reached the end of the context. Raises
         ContextError, UsageError.
         """
         try:
-            progress, *remaining = next(batches)
+            while not (answers := next(batches)):
+                yield TextDelta("")
+            progress, *remaining = answers
             total = _count_prompt_tokens(progress)
             if total >= self.context:
                 raise ContextError(total, self.context)
@@ -363,8 +379,8 @@ def _detect_added_bos(server: LlamaServer, bos: str) -> str:
     That depends on the kind of tokenizer. The first request also reads the weights.
     """
     body = {"prompt": bos or ".", "n_predict": 1, "stream": True, "return_progress": True}
-    with closing(server.stream(body)) as parts:
-        (progress, *_), *_ = parts
+    with closing(server.stream(body)) as batches:
+        progress, *_ = chain.from_iterable(batches)
     return bos if _count_prompt_tokens(progress) > 1 else ""
 
 

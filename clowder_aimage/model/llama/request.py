@@ -94,16 +94,20 @@ def split_drawn_tokens(
     The latter are hidden: one may be the token that ends the text. A text takes the place of tokens
     that are parts of one character: only the last is stated.
     """
-    shown = hidden = DrawnTokens()
+    numbers, texts = list[int | str](), list[str]()
+    # The count of tokens up to the last text, and the length of ``numbers`` there
+    start, end, length = count, count, 0
     for answer in answers:
         text, stated = answer["choices"][0]["text"], answer["__verbose"]
         new = int(stated["tokens_predicted"]) - count
         if answer["choices"][0]["finish_reason"] is None and new > 0:
-            number = int(stated["tokens"][0]) if new == 1 else text
-            hidden, count = hidden + DrawnTokens((number,), new, text), count + new
+            numbers.append(int(stated["tokens"][0]) if new == 1 else text)
+            texts.append(text)
+            count += new
             if text:
-                shown, hidden = shown + hidden, DrawnTokens()
-    return shown, hidden
+                end, length = count, len(numbers)
+    shown = DrawnTokens(tuple(numbers[:length]), end - start, "".join(texts))
+    return shown, DrawnTokens(tuple(numbers[length:]), count - end)
 
 
 def parse_tokens(choice: Mapping[str, Any], alternatives: int | None) -> tuple[Token, ...]:

@@ -26,9 +26,11 @@ from clowder_aimage.model.llama.temporary_directory import create_temporary_dire
 from clowder_aimage.model.text.language_model import ContextError
 
 _SILENT, _ERRORS = -1, 1  # verbosity
-# Seconds between two polls of the answers of a text, and after more than _FAST answers in one
+# Seconds between two looks at the answers of a text, and after more than _FAST answers; a look at
+# several texts costs more, so they are multiplied by their number, up to _MOST_GATHERED
 GATHERED = 0.03
-_FAST, _FAST_GATHERED = 3, 0.06
+_FAST, _FAST_GATHERED = 1, 0.06
+_MOST_GATHERED = 0.12
 # The choices of an error
 _UNENDED = ({"finish_reason": None},)
 # Seconds that a cancelled request may take to end
@@ -40,15 +42,39 @@ _MEMORY = re.compile(r"alloc|memory|mmap", re.IGNORECASE)
 _TOO_LONG = re.compile(r"input \((\d+) tokens\) is too large to process.*size: (\d+)\)")
 
 
+class _News:
+    """Signals of the threads of requests to the thread that reads their answers."""
+
+    def __init__(self) -> None:
+        # Some request has an answer
+        self._is_new = threading.Event()
+        # It is the first token of a text, or the last answer
+        self._is_urgent = threading.Event()
+
+    def announce(self, *, is_urgent: bool) -> None:
+        """Announce an answer that can be taken."""
+        if is_urgent:
+            self._is_urgent.set()
+        # Most answers come while the reader waits for the time
+        if not self._is_new.is_set():
+            self._is_new.set()
+
+    def wait(self, seconds: float) -> None:
+        """Wait for an urgent answer for ``seconds`` at most, then for any answer."""
+        self._is_urgent.wait(max(0.0, seconds))
+        self._is_new.wait()
+        self._is_urgent.clear()
+        self._is_new.clear()
+
+
 class _Call:
     """A request in progress."""
 
-    def __init__(self, server: Any, body: dict[str, Any]) -> None:
+    def __init__(self, server: Any, body: dict[str, Any], news: _News) -> None:
         self.answers = SimpleQueue[dict[str, Any] | Exception | None]()
         self.is_cancelled = self.is_ended = False
-        # Set after the last answer
-        self.has_last = threading.Event()
-        self._server, self._body = server, body
+        self._server, self._body, self._news = server, body, news
+        self._is_begun = False
         # A daemon thread, since llama.cpp ends a request only between two answers: the
         # interpreter must not wait for it
         self.thread = threading.Thread(target=self._run, name="aimage-llama", daemon=True)
@@ -61,22 +87,21 @@ class _Call:
         finally:
             del self._server
             self.answers.put(None)
-            self.has_last.set()
+            self._news.announce(is_urgent=True)
 
     def _receive(self, answer: dict[str, Any]) -> bool:
         """Accept an answer; return True to end the request."""
         self.answers.put(answer)
-        if answer.get("choices", _UNENDED)[0]["finish_reason"]:
-            self.has_last.set()
+        is_token = "prompt_progress" not in answer
+        is_last = bool(answer.get("choices", _UNENDED)[0]["finish_reason"])
+        self._news.announce(is_urgent=is_last or (is_token and not self._is_begun))
+        self._is_begun = self._is_begun or is_token
         return self.is_cancelled
 
     def take(self) -> list[dict[str, Any]]:
-        """Return the answers since the last call, at least one; after the last ones, none.
-
-        Raises ContextError, UsageError, ModelError.
-        """
+        """Return the answers since the last call. Raises ContextError, UsageError, ModelError."""
         answers: list[dict[str, Any]] = []
-        while not self.is_ended and not (answers and self.answers.empty()):
+        while not self.is_ended and not self.answers.empty():
             answer = self.answers.get()
             if isinstance(answer, Exception):
                 raise _build_server_error(answer) from None
@@ -99,38 +124,58 @@ class LlamaServer:
         server = [_start(params)]
         calls = weakref.WeakSet[_Call]()
         self._server, self._calls = server, calls
-        # When this thread last waited for answers
-        self._looked = 0.0
+        self._news = _News()
+        # When this thread last waited for answers, and the most that one text had then
+        self._looked, self._most = 0.0, 0
+        # Requests in progress
+        self._open = 0
+        # Without an answer since then
+        self._asked = set[_Call]()
         # Also when the process exits
         self.close = weakref.finalize(self, _close, server, calls)
 
     def stream(self, body: dict[str, Any]) -> Generator[list[dict[str, Any]], None, None]:
         """Yield the answers to a completion, those together that came together.
 
-        Closing the generator ends it. Answers of a fast model are gathered: a thread that wakes for
-        each token takes the core on which llama.cpp computes the next one.
+        The first item is empty, once llama.cpp has the request. Later ones are empty while another
+        request may have answers: all that are open are read in turns. Closing the generator ends
+        the request. Answers of a fast model are gathered: a thread that wakes for each token takes
+        the core on which llama.cpp computes the next one.
 
         Raises:
             ContextError, UsageError: The request is refused.
             ModelError: llama.cpp fails.
         """
-        call = _Call(self._server[0], body)
+        call = _Call(self._server[0], body, self._news)
         self._calls.add(call)
         call.thread.start()
+        self._open += 1
         try:
-            while answers := call.take():
+            yield []
+            while not call.is_ended:
+                if call.answers.empty():
+                    self._pause(call)
+                answers = call.take()
+                self._most = max(self._most, len(answers))
                 yield answers
-                # The first token does not wait
-                is_begun = "prompt_progress" not in answers[-1]
-                if is_begun and call.answers.empty():
-                    self._gather(call, _FAST_GATHERED if len(answers) > _FAST else GATHERED)
         finally:
             call.is_cancelled = True
+            self._open -= 1
+            self._asked.discard(call)
 
-    def _gather(self, call: _Call, seconds: float) -> None:
-        """Wait for the last answer, at most until ``seconds`` have passed since the last wait."""
-        call.has_last.wait(max(0.0, self._looked + seconds - time.monotonic()))
-        self._looked = time.monotonic()
+    def wake(self) -> None:
+        """End a wait for answers, from any thread."""
+        self._news.announce(is_urgent=True)
+
+    def _pause(self, call: _Call) -> None:
+        """Wait for answers, unless other requests have not been asked since the last wait."""
+        if call in self._asked:
+            seconds = _FAST_GATHERED if self._most > _FAST else GATHERED
+            seconds = min(_MOST_GATHERED, seconds * self._open)
+            self._news.wait(self._looked + seconds - time.monotonic())
+            self._looked, self._most = time.monotonic(), 0
+            self._asked.clear()
+        self._asked.add(call)
 
     def embed(self, texts: Sequence[str]) -> dict[str, Any]:
         """Return the answer with embeddings. Raises the errors of ``stream``."""

@@ -136,6 +136,9 @@ class MlxModel:
     def prepare(self, request: TextRequest, is_cancelled: Callable[[], bool]) -> None:
         """Return at once: nothing takes long before the turn of a request."""
 
+    def wake(self) -> None:
+        """Do nothing: no text waits."""
+
     def generate(self, request: TextRequest) -> Generator[TextEvent, None, None]:
         check_request(request, self.capabilities)
         prompt, stream, notice = self._begin(request)

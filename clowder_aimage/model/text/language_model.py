@@ -1,7 +1,7 @@
 """The interface of language models: requests, deltas of text, and embeddings.
 
-Nothing here imports a runtime. Requests and events are passed between processes as
-``dataclasses.asdict``.
+Nothing here imports a runtime. Requests and events are passed between processes as JSON: their
+fields that differ from the defaults.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import math
 import struct
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
+from functools import cache
 from itertools import groupby
 from typing import Any, Protocol
 
@@ -33,6 +34,27 @@ _IN_WORDS |= {COMPLETION: "texts: it computes embeddings only"}
 _TEXTS, _CHARACTERS = 16, 4096
 
 
+def _list_fields(value: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass that differ from the defaults."""
+    return {
+        name: given
+        for name, default in _list_defaults(value.__class__)
+        if (given := getattr(value, name)) is not default and given != default
+    }
+
+
+@cache
+def _list_defaults(kind: type[Any]) -> tuple[tuple[str, Any], ...]:
+    """Return the names of the fields of a dataclass and their defaults; MISSING without one."""
+    return tuple(
+        (
+            each.name,
+            each.default if each.default_factory is MISSING else each.default_factory(),
+        )
+        for each in fields(kind)
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """Parameters of sampling; None is the default of the model, else of its runtime.
@@ -49,6 +71,10 @@ class Sampling:
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     seed: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields that differ from the defaults."""
+        return _list_fields(self)
 
     def __post_init__(self) -> None:
         """Check the ranges. Raises UsageError."""
@@ -84,11 +110,18 @@ class DrawnTokens:
     held: tuple[Token, ...] = ()
     is_partial: bool = False
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields that differ from the defaults."""
+        stated = _list_fields(self)
+        if self.held:
+            stated["held"] = [token.to_json() for token in self.held]
+        return stated
+
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> DrawnTokens:
-        """Return the tokens of an ``asdict``."""
-        held = tuple(map(Token.from_json, value["held"]))
-        return cls(**{**value, "numbers": tuple(value["numbers"]), "held": held})
+        """Return the tokens of ``to_json``."""
+        held = tuple(map(Token.from_json, value.get("held", ())))
+        return cls(**{**value, "numbers": tuple(value.get("numbers", ())), "held": held})
 
     def __add__(self, later: DrawnTokens) -> DrawnTokens:
         numbers, count = self.numbers + later.numbers, self.count + later.count
@@ -166,9 +199,16 @@ class TextRequest:
                     field="messages",
                 )
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields that differ from the defaults."""
+        stated = _list_fields(self)
+        for name in stated.keys() & {"sampling", "begun"}:
+            stated[name] = stated[name].to_json()
+        return stated
+
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> TextRequest:
-        """Return the request of an ``asdict``, which may lack fields. Raises UsageError."""
+        """Return the request of ``to_json``. Raises UsageError."""
         fields = {**value}
         for name in fields.keys() & {"messages", "tools", "stop", "must_call"}:
             fields[name] = tuple(value[name])
@@ -197,10 +237,17 @@ class Token:
     logprob: float
     alternatives: tuple[Token, ...] = ()
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields that differ from the defaults."""
+        stated = _list_fields(self)
+        if self.alternatives:
+            stated["alternatives"] = [token.to_json() for token in self.alternatives]
+        return stated
+
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Token:
-        """Return the token of an ``asdict``."""
-        alternatives = tuple(map(cls.from_json, value["alternatives"]))
+        """Return the token of ``to_json``."""
+        alternatives = tuple(map(cls.from_json, value.get("alternatives", ())))
         return cls(value["text"], tuple(value["data"]), value["logprob"], alternatives)
 
 
@@ -216,6 +263,15 @@ class TextDelta:
     kind: str = "content"
     tokens: tuple[Token, ...] = ()
     drawn: DrawnTokens = field(default=_NONE, compare=False)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields that differ from the defaults."""
+        stated = _list_fields(self)
+        if self.tokens:
+            stated["tokens"] = [token.to_json() for token in self.tokens]
+        if "drawn" in stated:
+            stated["drawn"] = self.drawn.to_json()
+        return stated
 
 
 @dataclass(frozen=True, slots=True)
@@ -408,12 +464,15 @@ class LanguageModel(Protocol):
 
         A delta may be empty, so that other requests run while a prompt is read.
 
-        Raises at once, before the first delta:
+        Raises at once, or in place of the first event:
             ContextError: The prompt is too long.
             UsageError: The model cannot serve the request, such as tools without a template for
                 them. The fact ``field`` names the field of the request.
             ModelError: Its template cannot be rendered.
         """
+
+    def wake(self) -> None:
+        """End a wait of ``generate`` for tokens, from any thread: other work has arrived."""
 
     def embed(self, request: EmbeddingRequest) -> Embeddings:
         """Return embeddings. Raises UsageError, ContextError."""
