@@ -35,6 +35,8 @@ from clowder_aimage.oci import Descriptor, Digest
 RESERVE = 16 * 1024 * 1024
 # Bytes of a large blob between two checkpoints
 NOTED = 16 * 1024 * 1024
+# Bytes of a read of one of many slow connections
+_SMALL_READ = 256 * 1024
 # Seconds after which a process that is waited for is reported
 _NOTICE = 2.0
 # Seconds between checks of a blob that another process fetches
@@ -80,7 +82,8 @@ class BlobDownload:
     ) -> None:
         self._source, self._target = source, target
         self._alignment = source.alignment
-        self._connections = max(1, options.concurrency)
+        usual = max(1, options.concurrency)
+        self._usual, self._connections = usual, max(usual, options.max_concurrency)
         self._on_event, self._rate = options.on_event, options.rate
         self._is_ordered = options.is_ordered
         self._pending = deque(blobs)
@@ -99,7 +102,7 @@ class BlobDownload:
         self._probe = ConcurrencyProbe(self._connections)
         # Connections that fetch large and small blobs
         self._large = self._small = 0
-        self._small_concurrency = SmallConcurrency(self._connections, os.cpu_count() or 1)
+        self._small_concurrency = SmallConcurrency(usual, os.cpu_count() or 1)
         # Connections that small blobs do not need wait here, without waking up for each blob
         self._needed = threading.Condition(self._lock)
 
@@ -292,7 +295,7 @@ class BlobDownload:
         """Fetch one chunk of a blob, and commit the blob after the last one."""
         with self._changed:
             is_alone = self._pending or blob.is_fast
-            chunk = blob.claim(1 if is_alone else self._probe.value)
+            chunk = blob.claim(1 if is_alone else self._probe.expected)
         # Without a chunk, other connections fetch all that is left.
         if chunk is not None:
             self._read(blob, chunk, writes)
@@ -331,7 +334,7 @@ class BlobDownload:
                 if self._stopped:
                     raise ParallelStoppedError
                 buffer = writes.take()
-                size = min(chunk.left, len(buffer), self._rate.burst if self._rate else chunk.left)
+                size = min(chunk.left, self._read_size(buffer))
                 count = reader.readinto(buffer[:size])
                 if not count:
                     raise VerificationError(f"{content.digest} ended after {chunk.at} bytes")
@@ -342,6 +345,11 @@ class BlobDownload:
                 if chunk.at - noted >= NOTED and chunk.left:
                     writes.checkpoint(blob.ingest)
                     noted = chunk.at
+
+    def _read_size(self, buffer: memoryview) -> int:
+        """Return the most bytes of one read. Many connections use little of their buffers."""
+        size = len(buffer) if self._probe.value <= self._usual else _SMALL_READ
+        return min(size, self._rate.burst) if self._rate else size
 
     def _record(self, blob: BlobTransfer, count: int) -> None:
         """Account for received bytes of a blob."""
