@@ -59,7 +59,7 @@ class MountOrigins:
 
     def stop(self) -> set[Digest]:
         """Mount no more blobs; return those that were mounted."""
-        self._is_stopped = True
+        self._is_stopped, self._own = True, False
         mounted, self._mounted = self._mounted, set()
         return mounted
 
@@ -78,7 +78,7 @@ class MountOrigins:
         """Record whether the repository had a blob before its upload."""
         with self._lock:
             self._absent = 0 if is_present else self._absent + 1
-            is_known = self._own is not None or self._probe is not None or self._is_stopped
+            is_known = self._own is not None or self._probe is not None
             if self._absent > LEARNED_AFTER and not is_known and digest.algorithm == "sha256":
                 self._probe = digest
 
