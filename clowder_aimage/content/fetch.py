@@ -204,7 +204,7 @@ class BlobDownload:
         """Return a new blob, else one that another connection may join, if there is any."""
         # More connections would not speed up large blobs
         is_saturated = self._large >= self._probe.value
-        if self._pending and not (is_saturated and is_large(self._pending[0])):
+        if self._pending and not (is_saturated and self._is_next_large()):
             content = self._pending.popleft()
             if not self._pending or is_large(self._pending[0]):
                 self._needed.notify_all()
@@ -228,6 +228,9 @@ class BlobDownload:
             if self._small_concurrency.value > before:
                 self._needed.notify_all()
         return self._small >= self._small_concurrency.value
+
+    def _is_next_large(self) -> bool:
+        return bool(self._pending) and is_large(self._pending[0])
 
     def _pop_small(self) -> Descriptor | None:
         """Remove and return a blob that is not large, if any: the smallest, or the first."""
@@ -294,8 +297,9 @@ class BlobDownload:
     def _fetch_chunk(self, blob: BlobTransfer, writes: WriteBehind) -> None:
         """Fetch one chunk of a blob, and commit the blob after the last one."""
         with self._changed:
-            is_alone = self._pending or blob.is_fast
-            chunk = blob.claim(1 if is_alone else self._probe.expected)
+            is_alone = self._is_next_large() or len(self._pending) >= self._usual
+            sharing = 1 if is_alone or blob.is_fast else self._probe.expected
+            chunk = blob.claim(sharing)
         # Without a chunk, other connections fetch all that is left.
         if chunk is not None:
             self._read(blob, chunk, writes)
@@ -347,8 +351,8 @@ class BlobDownload:
                     noted = chunk.at
 
     def _read_size(self, buffer: memoryview) -> int:
-        """Return the most bytes of one read. Many connections use little of their buffers."""
-        size = len(buffer) if self._probe.value <= self._usual else _SMALL_READ
+        """Return the most bytes of one read: many connections use little of their buffers."""
+        size = len(buffer) if self._probe.expected <= self._usual else _SMALL_READ
         return min(size, self._rate.burst) if self._rate else size
 
     def _record(self, blob: BlobTransfer, count: int) -> None:
