@@ -64,7 +64,8 @@ class WriteBehind:
             if self._count < _MAX_BUFFERS and self._extra.acquire(blocking=False):
                 self._count += 1
                 return new_buffer()
-            self._waits += _WEIGHT
+            # A connection with one buffer waits for each write, whatever the speed of the disk
+            self._waits += _WEIGHT if self._count > 1 else 0.0
             return self._free.get()
 
     def write(self, ingest: Ingest, offset: int, buffer: memoryview, count: int) -> None:
