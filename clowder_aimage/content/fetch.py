@@ -18,6 +18,7 @@ from collections.abc import Sequence
 
 from clowder_aimage.content.chunk import (
     MEASURING_TIME,
+    START,
     BlobTransfer,
     Chunk,
     ConcurrencyProbe,
@@ -27,7 +28,7 @@ from clowder_aimage.content.chunk import (
 from clowder_aimage.content.copy_option import CopyEvent, CopyOptions
 from clowder_aimage.content.parallel import ParallelStoppedError, run_parallel
 from clowder_aimage.content.store import ContentStore, IngestBusyError, Source
-from clowder_aimage.content.write_behind import BEHIND_SIZE, EXTRA_BUFFERS, WriteBehind
+from clowder_aimage.content.write_behind import BEHIND_SIZE, BufferPool, WriteBehind
 from clowder_aimage.errors import NoSpaceError, VerificationError
 from clowder_aimage.oci import Descriptor, Digest
 
@@ -35,7 +36,7 @@ from clowder_aimage.oci import Descriptor, Digest
 RESERVE = 16 * 1024 * 1024
 # Bytes of a large blob between two checkpoints
 NOTED = 16 * 1024 * 1024
-# Bytes of a read of one of many slow connections
+# Bytes of a read of one of several slow connections
 _SMALL_READ = 256 * 1024
 # Seconds after which a process that is waited for is reported
 _NOTICE = 2.0
@@ -98,7 +99,7 @@ class BlobDownload:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._stopped = False
-        self._extra_buffers = threading.Semaphore(EXTRA_BUFFERS)
+        self._buffers = BufferPool()
         self._probe = ConcurrencyProbe(self._connections)
         # Connections that fetch large and small blobs
         self._large = self._small = 0
@@ -125,7 +126,7 @@ class BlobDownload:
 
     def _run_connection(self) -> None:
         """Fetch chunks over one connection until none are left."""
-        writes = WriteBehind(self._extra_buffers)
+        writes = WriteBehind(self._buffers)
         blob: BlobTransfer | None = None
         try:
             while (blob := self._take_next(blob)) is not None:
@@ -338,7 +339,7 @@ class BlobDownload:
                 if self._stopped:
                     raise ParallelStoppedError
                 buffer = writes.take()
-                size = min(chunk.left, self._read_size(buffer))
+                size = min(chunk.left, self._read_size(blob, buffer))
                 count = reader.readinto(buffer[:size])
                 if not count:
                     raise VerificationError(f"{content.digest} ended after {chunk.at} bytes")
@@ -350,9 +351,10 @@ class BlobDownload:
                     writes.checkpoint(blob.ingest)
                     noted = chunk.at
 
-    def _read_size(self, buffer: memoryview) -> int:
-        """Return the most bytes of one read: many connections use little of their buffers."""
-        size = len(buffer) if self._probe.expected <= self._usual else _SMALL_READ
+    def _read_size(self, blob: BlobTransfer, buffer: memoryview) -> int:
+        """Return the most bytes of one read: several connections use little of their buffers."""
+        is_one_of_many = blob.is_large and self._probe.expected > START
+        size = _SMALL_READ if is_one_of_many else len(buffer)
         return min(size, self._rate.burst) if self._rate else size
 
     def _record(self, blob: BlobTransfer, count: int) -> None:
