@@ -12,6 +12,7 @@ connection. It pushes the layers and the config, but no manifest.
 from __future__ import annotations
 
 import importlib.util
+import json
 import shutil
 import subprocess
 import sys
@@ -27,7 +28,8 @@ PULLS = {
     "oras": "oras copy",
     "crane": "crane pull",
 }
-PUSH, PUSH_PEER = "aimage push", "curl, 4 at a time"
+PUSHES = {"skopeo": "skopeo copy", "oras": "oras copy", "crane": "crane push"}
+PUSH, PUSH_CURL = "aimage push", "curl, 4 at a time"
 WORKERS = 4
 ORAS_PULL = """
 import sys
@@ -94,6 +96,27 @@ def forget(layout: Path, name: str, host: str) -> None:
         check=True,
         stdout=subprocess.DEVNULL,
     )
+
+
+def push_commands(peers: list[str], layout: Path, name: str, host: str) -> dict[str, list[str]]:
+    """Map names of tools to commands that push ``name`` of the layout to the registry at ``host``.
+
+    The layout has no other name.
+    """
+    target = f"{host}/{name}"
+    [entry] = json.loads((layout / "index.json").read_text())["manifests"]
+    theirs = {
+        "skopeo": [
+            *("skopeo", "copy", "-q", "--dest-tls-verify=false"),
+            *(f"oci:{layout}:{name}", f"docker://{target}"),
+        ],
+        "oras": [
+            *("oras", "copy", "--no-tty", "--to-plain-http"),
+            *("--from-oci-layout", f"{layout}@{entry['digest']}", target),
+        ],
+        "crane": ["crane", "push", "--insecure", str(layout), target],
+    }
+    return {PUSHES[peer]: theirs[peer] for peer in peers if peer in PUSHES}
 
 
 def curl_push(layout: Path, name: str, host: str, work: Path) -> list[str]:

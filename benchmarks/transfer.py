@@ -19,8 +19,8 @@ Each option prints a table; the default is ``--pull``. ``shapes.py`` defines the
 
 Rounds are interleaved; the tables show medians, and the ratio to the first tool. Needs
 docker-registry, skopeo and curl, and a few GiB in ``--directory``, where the shapes are kept for
-the next run. ``--server registry`` is the program of distribution v3, ``static`` is nginx with
-``nginx.conf`` and the files of a layout, which costs the least; for pulls only.
+the next run. ``--server registry`` is the program of distribution v3. ``static`` is nginx with
+``nginx.conf`` and the files of a layout, which costs the least: it is for pulls only.
 """
 
 from __future__ import annotations
@@ -181,13 +181,16 @@ def pushes(run: Run, chosen: list[str]) -> None:
     for _ in range(run.rounds):
         for shape in chosen:
             layout, name = shapes.make_layout(run.directory, shape), f"bench/{shape}:v1"
-            for tool in (peers.PUSH_PEER, peers.PUSH):
+            theirs = [peers.PUSHES[peer] for peer in run.peers if peer in peers.PUSHES]
+            for tool in (peers.PUSH_CURL, *theirs, peers.PUSH):
                 for path in (root, work):
                     shutil.rmtree(path, ignore_errors=True)
                 work.mkdir()
                 os.sync()
-                with registry(root) as host:
-                    if tool == peers.PUSH:
+                with registry(root, run.server) as host:
+                    if tool in theirs:
+                        cost = measure(peers.push_commands(run.peers, layout, name, host)[tool])
+                    elif tool == peers.PUSH:
                         cost = measure(peers.aimage_push(layout, name, host))
                         peers.forget(layout, name, host)
                     else:
@@ -196,7 +199,7 @@ def pushes(run: Run, chosen: list[str]) -> None:
                 _check(root, sum(shapes.sizes(shape)))
     for path in (root, work):
         shutil.rmtree(path, ignore_errors=True)
-    _print("push", rows)
+    _print("push" if run.server == "docker-registry" else f"push to {run.server}", rows)
 
 
 def deltas(run: Run, chosen: list[str]) -> None:
@@ -290,9 +293,9 @@ def main() -> None:
     parser.add_argument("--quota", type=float, help="requests a second of a registry")
     parser.add_argument("--shapes", help="for all of these tables")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--peers", default=",".join(peers.known_peers()), help="of a pull")
+    parser.add_argument("--peers", default=",".join(peers.known_peers()), help="to compare with")
     servers = ["docker-registry", "registry", "static"]
-    parser.add_argument("--server", choices=servers, default=servers[0], help="of a pull")
+    parser.add_argument("--server", choices=servers, default=servers[0])
     parser.add_argument("--directory", type=Path)
     options = parser.parse_args()
     tables = {
@@ -304,6 +307,8 @@ def main() -> None:
     asked = [table for table in tables if getattr(options, table)]
     if not asked and not options.quota:
         asked = ["pull"]
+    if "push" in asked and options.server == "static":
+        parser.error("a static server accepts no pushes")
     with contextlib.ExitStack() as stack:
         directory = options.directory
         if directory is None:

@@ -123,6 +123,7 @@ def pull(
                 store,
                 name,
                 concurrency=connection.compute_connections(reference.registry),
+                max_concurrency=connection.compute_max_connections(reference.registry),
                 on_event=options.on_event,
                 rate=options.rate or (Rate(limit) if limit else None),
                 plan=plan,

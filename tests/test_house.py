@@ -152,7 +152,7 @@ def test_what_strangers_write_goes_through_one_place() -> None:
         },
         r"urlopen\(|ClientSession\(|HTTPS?Connection\(|PoolManager\(|create_connection\(": {
             "registry/peer.py",
-            "registry/transport.py",  # with deadlines
+            "registry/connection.py",  # with deadlines
         },
         r"basicConfig|StreamHandler|FileHandler|print_exc": {
             "engine/process.py",  # one line each, to the worker's log

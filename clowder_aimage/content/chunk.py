@@ -23,9 +23,11 @@ START = 3
 # Fraction of the speed of earlier connections that new ones must reach
 _SHARE = 0.5
 # Seconds before the speed of new connections counts
-_WARM = 0.2
+_WARM = 0.1
 # Minimum seconds over which a rate is measured
-_WINDOW = 0.4
+_WINDOW = 0.25
+# Measurements that new connections get to reach their speed
+_CHANCES = 3
 # Bytes per second over one connection that counts as unlimited
 PLENTY = 256 * 1024 * 1024
 # Minimum bytes per connection over which a rate is measured
@@ -180,7 +182,7 @@ class BlobTransfer:
 
 
 class SmallConcurrency:
-    """The number of connections that fetch small blobs: by cores, and more if they mostly wait.
+    """The number of connections for small blobs: by cores, and more if they mostly wait.
 
     Each blob costs this process time. More connections than cores only wait for each other, unless
     the link, or the round trip to the registry, is what they wait for.
@@ -224,7 +226,13 @@ class ConcurrencyProbe:
         self._previous = self.value
         self._began: float | None = None
         self._bytes = 0
+        self._chances = _CHANCES
         self.settled = self.value == limit
+
+    @property
+    def expected(self) -> int:
+        """The number of connections to plan for: while it is measured, the limit."""
+        return self.value if self.settled else self._limit
 
     def record(self, count: int, timestamp: float) -> None:
         """Account for ``count`` bytes that have arrived by ``timestamp``, in seconds."""
@@ -241,6 +249,10 @@ class ConcurrencyProbe:
             return
         rate = self._bytes / elapsed
         required = 1 + _SHARE * (self.value / self._previous - 1)
+        self._chances -= 1
+        if rate < self._before * required and self._chances:
+            self._began, self._bytes = timestamp, 0
+            return
         if rate < self._before * required:
             self.value, self.settled = self._previous, True
             return
@@ -250,4 +262,4 @@ class ConcurrencyProbe:
         self._before, self._previous = rate, self.value
         self.value = min(self._limit, 2 * self.value)
         self.settled = self.value == self._previous
-        self._began, self._bytes = None, 0
+        self._began, self._bytes, self._chances = None, 0, _CHANCES

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import io
+import os
 import threading
+import time
+from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
+from clowder_aimage.content.chunk import MEASURING_TIME, SmallConcurrency, is_large
 from clowder_aimage.content.copy_option import (
     DEFAULT_CONCURRENCY,
     CopyEvent,
@@ -18,7 +21,7 @@ from clowder_aimage.content.copy_option import (
 )
 from clowder_aimage.content.graph import read_document, walk
 from clowder_aimage.content.parallel import ParallelStoppedError, run_parallel
-from clowder_aimage.content.store import Reader, Source, Target, build_bytes_body
+from clowder_aimage.content.store import FileStream, Reader, Source, Target, build_bytes_body
 from clowder_aimage.content.verified_reader import SourceReader
 from clowder_aimage.oci import Descriptor, Digest, Index, Manifest, Reference
 
@@ -120,6 +123,7 @@ def copy(
     target_reference: Reference | None = None,
     *,
     concurrency: int = DEFAULT_CONCURRENCY,
+    max_concurrency: int = 0,
     on_event: OnEvent = ignore,
     rate: Rate | None = None,
     is_named: bool = True,
@@ -127,7 +131,8 @@ def copy(
 ) -> Descriptor:
     """Copy the artifact ``reference``, children before parents, and tag it in ``target``.
 
-    Blobs that the target has are skipped, the others are copied ``concurrency`` at a time. The
+    Blobs that the target has are skipped, the others are copied ``concurrency`` at a time, and over
+    ``max_concurrency`` connections where a store fetches chunks and more of them are faster. The
     first failure stops the copy. The root is pushed and tagged last, so that no tag in the target
     refers to incomplete content. A given ``plan`` is followed unchanged; if it leaves blobs out,
     the caller sets the tag. Returns the descriptor of the root.
@@ -140,7 +145,7 @@ def copy(
     plan = plan or plan_copy(source, source.resolve(reference))
     on_event(CopyEvent("plan", plan.root, plan.size, len(plan.blobs)))
     with target.lease(*plan.digests):
-        options = CopyOptions(concurrency, on_event, rate, plan.is_ordered)
+        options = CopyOptions(concurrency, on_event, rate, plan.is_ordered, max_concurrency)
         target.receive(source, plan.blobs, options)
         *children, (root, document) = plan.documents
         for descriptor, child in children:
@@ -155,19 +160,78 @@ def push_blobs(
     source: Source, target: Target, blobs: Sequence[Descriptor], options: CopyOptions
 ) -> None:
     """Push the missing ``blobs``, several at a time, to a target that accepts streams only."""
-    stopped, on_event = threading.Event(), options.on_event
+    _BlobPush(source, target, blobs, options).run()
 
-    def push(blob: Descriptor) -> None:
-        if stopped.is_set():
-            raise ParallelStoppedError
-        if target.exists(blob):
-            on_event(CopyEvent("skip", blob, blob.size))
+
+class _BlobPush:
+    """Pushes of blobs over some connections, fewer for small blobs where more do not help."""
+
+    def __init__(
+        self, source: Source, target: Target, blobs: Sequence[Descriptor], options: CopyOptions
+    ) -> None:
+        self._source, self._target = source, target
+        self._pending, self._on_event = deque(blobs), options.on_event
+        self._stopped = threading.Event()
+        self._connections = min(options.concurrency, len(blobs))
+        self._small = SmallConcurrency(max(1, self._connections), os.cpu_count() or 1)
+        # Connections that push a blob.
+        self._active = 0
+        # Guards all fields; connections that small blobs do not need wait for it.
+        self._needed = threading.Condition()
+
+    def run(self) -> None:
+        """Push all blobs. Raises the error of the first connection that fails."""
+        run_parallel([self._run_connection] * self._connections, self._connections, self._stop)
+
+    def _stop(self) -> None:
+        with self._needed:
+            self._stopped.set()
+            self._needed.notify_all()
+
+    def _run_connection(self) -> None:
+        while (blob := self._take()) is not None:
+            try:
+                self._push(blob)
+            finally:
+                with self._needed:
+                    self._active -= 1
+
+    def _take(self) -> Descriptor | None:
+        """Wait until the next blob needs this connection; return None at the end."""
+        with self._needed:
+            while True:
+                if self._stopped.is_set():
+                    raise ParallelStoppedError
+                if not self._pending or not self._is_unneeded(self._pending[0]):
+                    break
+                self._needed.wait(MEASURING_TIME if self._small.may_grow else None)
+            if not self._pending:
+                return None
+            blob = self._pending.popleft()
+            self._active += 1
+            if not self._pending:
+                self._needed.notify_all()
+            return blob
+
+    def _is_unneeded(self, blob: Descriptor) -> bool:
+        """Return True if another connection would not speed up the push of a blob."""
+        if is_large(blob):
+            return False
+        if self._small.may_grow:
+            before = self._small.value
+            self._small.record(time.monotonic(), time.process_time())
+            if self._small.value > before:
+                self._needed.notify_all()
+        return self._active >= self._small.value
+
+    def _push(self, blob: Descriptor) -> None:
+        if not self._target.lacks(blob):
+            self._on_event(CopyEvent("skip", blob, blob.size))
             return
-        on_event(CopyEvent("start", blob, blob.size))
-        target.push(blob, _WatchedBody(source, blob, stopped, on_event))
-        on_event(CopyEvent("done", blob, blob.size))
-
-    run_parallel([partial(push, blob) for blob in blobs], options.concurrency, stopped.set)
+        self._on_event(CopyEvent("start", blob, blob.size))
+        body = _WatchedBody(self._source, blob, self._stopped, self._on_event)
+        self._target.push(blob, body)
+        self._on_event(CopyEvent("done", blob, blob.size))
 
 
 class _WatchedBody:
@@ -209,8 +273,8 @@ class _WatchedReader(SourceReader):
         return count
 
 
-class _WatchedFile(_WatchedReader):
-    """A file that the kernel may send (a FileStream)."""
+class _WatchedFile(_WatchedReader, FileStream):
+    """A file that the kernel may send."""
 
     _source: io.FileIO
 

@@ -73,9 +73,12 @@ class CopyOptions:
     """Options of a copy: concurrency, event listener and rate limit.
 
     With ``is_ordered``, blobs are started in the given order: a caller uses the first ones early.
+    Chunks of large blobs use up to ``max_concurrency`` connections, if that is more than
+    ``concurrency`` and each connection is slow.
     """
 
     concurrency: int = DEFAULT_CONCURRENCY
     on_event: OnEvent = ignore
     rate: Rate | None = None
     is_ordered: bool = False
+    max_concurrency: int = 0

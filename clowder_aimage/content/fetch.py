@@ -18,6 +18,7 @@ from collections.abc import Sequence
 
 from clowder_aimage.content.chunk import (
     MEASURING_TIME,
+    START,
     BlobTransfer,
     Chunk,
     ConcurrencyProbe,
@@ -27,7 +28,7 @@ from clowder_aimage.content.chunk import (
 from clowder_aimage.content.copy_option import CopyEvent, CopyOptions
 from clowder_aimage.content.parallel import ParallelStoppedError, run_parallel
 from clowder_aimage.content.store import ContentStore, IngestBusyError, Source
-from clowder_aimage.content.write_behind import BEHIND_SIZE, EXTRA_BUFFERS, WriteBehind
+from clowder_aimage.content.write_behind import BEHIND_SIZE, BufferPool, WriteBehind
 from clowder_aimage.errors import NoSpaceError, VerificationError
 from clowder_aimage.oci import Descriptor, Digest
 
@@ -35,6 +36,8 @@ from clowder_aimage.oci import Descriptor, Digest
 RESERVE = 16 * 1024 * 1024
 # Bytes of a large blob between two checkpoints
 NOTED = 16 * 1024 * 1024
+# Bytes of a read of one of several slow connections
+_SMALL_READ = 256 * 1024
 # Seconds after which a process that is waited for is reported
 _NOTICE = 2.0
 # Seconds between checks of a blob that another process fetches
@@ -80,7 +83,8 @@ class BlobDownload:
     ) -> None:
         self._source, self._target = source, target
         self._alignment = source.alignment
-        self._connections = max(1, options.concurrency)
+        usual = max(1, options.concurrency)
+        self._usual, self._connections = usual, max(usual, options.max_concurrency)
         self._on_event, self._rate = options.on_event, options.rate
         self._is_ordered = options.is_ordered
         self._pending = deque(blobs)
@@ -95,11 +99,11 @@ class BlobDownload:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._stopped = False
-        self._extra_buffers = threading.Semaphore(EXTRA_BUFFERS)
+        self._buffers = BufferPool()
         self._probe = ConcurrencyProbe(self._connections)
         # Connections that fetch large and small blobs
         self._large = self._small = 0
-        self._small_concurrency = SmallConcurrency(self._connections, os.cpu_count() or 1)
+        self._small_concurrency = SmallConcurrency(usual, os.cpu_count() or 1)
         # Connections that small blobs do not need wait here, without waking up for each blob
         self._needed = threading.Condition(self._lock)
 
@@ -122,7 +126,7 @@ class BlobDownload:
 
     def _run_connection(self) -> None:
         """Fetch chunks over one connection until none are left."""
-        writes = WriteBehind(self._extra_buffers)
+        writes = WriteBehind(self._buffers)
         blob: BlobTransfer | None = None
         try:
             while (blob := self._take_next(blob)) is not None:
@@ -201,7 +205,7 @@ class BlobDownload:
         """Return a new blob, else one that another connection may join, if there is any."""
         # More connections would not speed up large blobs
         is_saturated = self._large >= self._probe.value
-        if self._pending and not (is_saturated and is_large(self._pending[0])):
+        if self._pending and not (is_saturated and self._is_next_large()):
             content = self._pending.popleft()
             if not self._pending or is_large(self._pending[0]):
                 self._needed.notify_all()
@@ -225,6 +229,9 @@ class BlobDownload:
             if self._small_concurrency.value > before:
                 self._needed.notify_all()
         return self._small >= self._small_concurrency.value
+
+    def _is_next_large(self) -> bool:
+        return bool(self._pending) and is_large(self._pending[0])
 
     def _pop_small(self) -> Descriptor | None:
         """Remove and return a blob that is not large, if any: the smallest, or the first."""
@@ -291,8 +298,9 @@ class BlobDownload:
     def _fetch_chunk(self, blob: BlobTransfer, writes: WriteBehind) -> None:
         """Fetch one chunk of a blob, and commit the blob after the last one."""
         with self._changed:
-            is_alone = self._pending or blob.is_fast
-            chunk = blob.claim(1 if is_alone else self._probe.value)
+            is_alone = self._is_next_large() or len(self._pending) >= self._usual
+            sharing = 1 if is_alone or blob.is_fast else self._probe.expected
+            chunk = blob.claim(sharing)
         # Without a chunk, other connections fetch all that is left.
         if chunk is not None:
             self._read(blob, chunk, writes)
@@ -331,7 +339,7 @@ class BlobDownload:
                 if self._stopped:
                     raise ParallelStoppedError
                 buffer = writes.take()
-                size = min(chunk.left, len(buffer), self._rate.burst if self._rate else chunk.left)
+                size = min(chunk.left, self._read_size(blob, buffer))
                 count = reader.readinto(buffer[:size])
                 if not count:
                     raise VerificationError(f"{content.digest} ended after {chunk.at} bytes")
@@ -342,6 +350,12 @@ class BlobDownload:
                 if chunk.at - noted >= NOTED and chunk.left:
                     writes.checkpoint(blob.ingest)
                     noted = chunk.at
+
+    def _read_size(self, blob: BlobTransfer, buffer: memoryview) -> int:
+        """Return the most bytes of one read: several connections use little of their buffers."""
+        is_one_of_many = blob.is_large and self._probe.expected > START
+        size = _SMALL_READ if is_one_of_many else len(buffer)
+        return min(size, self._rate.burst) if self._rate else size
 
     def _record(self, blob: BlobTransfer, count: int) -> None:
         """Account for received bytes of a blob."""

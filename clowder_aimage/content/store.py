@@ -8,6 +8,7 @@ The layout, a repository in a registry and the memory store of the tests pass on
 from __future__ import annotations
 
 import io
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -33,11 +34,14 @@ class Reader(AbstractContextManager["Reader"], Protocol):
 UNKNOWN_SIZE = 2**63 - 1
 
 
-@runtime_checkable
-class FileStream(Protocol):
-    """A stream over a file that the kernel may send; ``sent`` is called with the bytes sent."""
+class FileStream(ABC):
+    """A stream over a file that the kernel may send; ``record_sent`` gets the bytes sent."""
 
+    # Not a protocol: isinstance takes longer for one than all else of a small body.
+
+    @abstractmethod
     def fileno(self) -> int: ...
+    @abstractmethod
     def record_sent(self, count: int, /) -> None: ...
 
 
@@ -172,6 +176,10 @@ class Target(Source, Protocol):
     def lease(self, *digests: Digest) -> Lease:  # noqa: ARG002 - a default
         """Lease content, existing or not. Raises AccessError."""
         return NullLease()
+
+    def lacks(self, content: Descriptor, /) -> bool:
+        """Return True if a blob must be pushed, or if only its push shows that it exists."""
+        return not self.exists(content)
 
     def receive(self, source: Source, blobs: Sequence[Descriptor], options: CopyOptions) -> None:
         """Copy the ``blobs`` that are missing. Raises ContentError, AccessError."""

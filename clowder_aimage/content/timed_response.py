@@ -11,7 +11,7 @@ import io
 import math
 import re
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 # A final response of HTTP/1.1 with headers in ASCII, none of them folded (RFC 9112, 2.1).
 _PLAIN_HEAD = re.compile(
@@ -20,6 +20,55 @@ _PLAIN_HEAD = re.compile(
 )
 # The limit of http.client.
 _MAX_HEADERS = 100
+# Digits of a length that are too many.
+_MAX_LENGTH = 19
+
+
+class ResponseHead(NamedTuple):
+    """A plain head. ``length`` is that of the body in bytes, ``size`` that of the head itself."""
+
+    status: int
+    reason: str
+    pairs: list[tuple[str, str]]
+    length: int
+    size: int
+
+
+def parse_head(data: bytes, method: str) -> ResponseHead | None:
+    """Parse a plain head with a declared length, at the beginning of a response to ``method``.
+
+    Return None for an incomplete or another one: http.client then parses it.
+    """
+    match = _PLAIN_HEAD.match(data)
+    if match is None:
+        return None
+    lines = match[3].decode("ascii").split("\r\n")[:-1]
+    if len(lines) > _MAX_HEADERS:
+        return None
+    pairs: list[tuple[str, str]] = []
+    length = connection = None
+    for line in lines:
+        name, _, value = line.partition(":")
+        value = value.lstrip(" \t")
+        pairs.append((name, value))
+        lowered = name.lower()
+        if lowered == "content-length":
+            if length is not None:
+                return None
+            length = value
+        elif lowered == "connection":
+            if connection is not None or value.lower() != "keep-alive":
+                return None
+            connection = value
+        elif lowered == "transfer-encoding":
+            return None
+    if length is None or not length.isdigit() or len(length) >= _MAX_LENGTH:
+        return None
+    status = int(match[1])
+    # Whatever the headers say (RFC 9112, 6.3).
+    has_body = method != "HEAD" and status not in (204, 304)
+    reason = match[2].decode("ascii").strip()
+    return ResponseHead(status, reason, pairs, int(length) if has_body else 0, match.end())
 
 
 class OverdueError(TimeoutError):
@@ -27,14 +76,22 @@ class OverdueError(TimeoutError):
 
 
 class TimedReader(io.RawIOBase):
-    """The bytes of a socket until a deadline. The first deadline is the timeout of the socket."""
+    """The bytes of a socket until a deadline. The first deadline is the timeout of the socket.
 
-    def __init__(self, raw: io.RawIOBase, sock: Any) -> None:
+    ``received`` are the first bytes, which were read before, ``since`` the time of the request.
+    """
+
+    def __init__(
+        self, raw: io.RawIOBase, sock: Any, received: bytes = b"", since: float | None = None
+    ) -> None:
         self._raw, self._sock = raw, sock
+        self._received = memoryview(received)
         timeout: float | None = sock.gettimeout()
         # Seconds of each read.
         self.timeout = math.inf if timeout is None else timeout
         self.allow(self.timeout)
+        if since is not None:
+            self._until = since + self.timeout
 
     def allow(self, seconds: float, *, is_partial: bool = False) -> None:
         """Set the deadline; with ``is_partial``, a read then returns the bytes that arrived."""
@@ -46,6 +103,11 @@ class TimedReader(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int | None:
         """Read, as RawIOBase; return None at a partial deadline."""
+        if self._received:
+            count = min(len(buffer), len(self._received))
+            buffer[:count], self._received = self._received[:count], self._received[count:]
+            self._count += count
+            return count
         # None makes io.BufferedReader return the bytes that it has.
         remaining = self._until - time.monotonic()
         has_part = self._is_partial and self._count > 0
@@ -84,9 +146,16 @@ class TimedResponse(http.client.HTTPResponse):
     pairs: list[tuple[str, str]] | None = None
     _method: str
 
-    def __init__(self, sock: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        sock: Any,
+        *args: Any,
+        received: bytes = b"",
+        since: float | None = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(sock, *args, **kwargs)
-        self._timed = TimedReader(self.fp.detach(), sock)
+        self._timed = TimedReader(self.fp.detach(), sock, received, since)
         self.allow, self.timeout = self._timed.allow, self._timed.timeout
         self.fp = io.BufferedReader(self._timed)
 
@@ -101,30 +170,17 @@ class TimedResponse(http.client.HTTPResponse):
 
     def _begin_plain(self) -> bool:
         """Read a plain head with a declared length; else read nothing, and return False."""
-        head = _PLAIN_HEAD.match(self.fp.peek(1))
+        head = parse_head(self.fp.peek(1), self._method)
         if head is None:
             return False
-        lines = head[3].decode("ascii").split("\r\n")[:-1]
-        message, names, pairs = http.client.HTTPMessage(), list[str](), list[tuple[str, str]]()
-        for line in lines:
-            name, _, value = line.partition(":")
-            pairs.append((name, value := value.lstrip(" \t")))
+        message = http.client.HTTPMessage()
+        for name, value in head.pairs:
             message.set_raw(name, value)
-            names.append(name.lower())
-        length, status = message.get("content-length", ""), int(head[1])
-        has_length = names.count("content-length") == 1 and length.isdigit() and len(length) < 19
-        is_kept = message.get("connection", "keep-alive").lower() == "keep-alive"
-        if not has_length or not is_kept or "transfer-encoding" in names:
-            return False
-        if len(names) > _MAX_HEADERS or names.count("connection") > 1:
-            return False
-        self.fp.read(head.end())
-        self.headers, self.pairs = message, pairs
+        self.fp.read(head.size)
+        self.headers, self.pairs = message, head.pairs
         self.msg = message
-        self.code = self.status = status
-        self.reason, self.version = head[2].decode("ascii").strip(), 11
+        self.code = self.status = head.status
+        self.reason, self.version = head.reason, 11
         self.chunked = self.will_close = False
-        # Whatever the headers say (RFC 9112, 6.3).
-        has_body = self._method != "HEAD" and status not in (204, 304)
-        self.length = int(length) if has_body else 0
+        self.length = head.length
         return True

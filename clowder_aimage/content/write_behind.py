@@ -29,17 +29,41 @@ EXTRA_BUFFERS = 3
 _WEIGHT = 0.25
 
 
-class WriteBehind:
-    """The buffers of one connection, and the threads that write and synchronise its large blobs.
+class BufferPool:
+    """The buffers of a copy: one for each connection that receives a chunk, and ``extra`` ones.
 
-    ``extra`` counts the buffers that all connections of a copy may add to their first ones.
+    Those that were used last are used next: the others need no memory.
     """
 
-    def __init__(self, extra: threading.Semaphore) -> None:
-        self._extra = extra
+    def __init__(self, extra: int = EXTRA_BUFFERS) -> None:
+        self._extra = threading.Semaphore(extra)
+        self._idle: list[memoryview] = []
+
+    def take(self) -> memoryview:
+        """Return the first buffer of a connection."""
+        try:
+            return self._idle.pop()
+        except IndexError:
+            return new_buffer()
+
+    def take_extra(self) -> memoryview | None:
+        """Return another buffer, if there is any."""
+        return self.take() if self._extra.acquire(blocking=False) else None
+
+    def put(self, buffers: list[memoryview], count: int) -> None:
+        """Return the buffers of a connection that had ``count``."""
+        self._idle += buffers
+        if count > 1:
+            self._extra.release(count - 1)
+
+
+class WriteBehind:
+    """The buffers of one connection, and the threads that write and synchronise its large blobs."""
+
+    def __init__(self, pool: BufferPool) -> None:
+        self._pool = pool
         self._free: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
-        self._free.put(new_buffer())
-        self._count = 1
+        self._count = 0
         # One thread that writes in order, and one for checkpoints
         self._threads: list[ThreadPoolExecutor] = []
         self._checkpoint: Future[None] | None = None
@@ -61,10 +85,13 @@ class WriteBehind:
         try:
             return self._free.get_nowait()
         except queue.Empty:
-            if self._count < _MAX_BUFFERS and self._extra.acquire(blocking=False):
-                self._count += 1
-                return new_buffer()
-            self._waits += _WEIGHT
+            if self._count < _MAX_BUFFERS:
+                buffer = self._pool.take_extra() if self._count else self._pool.take()
+                if buffer is not None:
+                    self._count += 1
+                    return buffer
+            # A connection with one buffer waits for each write, whatever the speed of the disk
+            self._waits += _WEIGHT if self._count > 1 else 0.0
             return self._free.get()
 
     def write(self, ingest: Ingest, offset: int, buffer: memoryview, count: int) -> None:
@@ -86,13 +113,26 @@ class WriteBehind:
     def flushing(self, reader: Reader) -> Iterator[None]:
         """Write what is read from a reader, and tell it; at the end, wait for all writes.
 
+        The buffers are then free for other connections.
+
         Raises the error of the first write that failed.
         """
         self._record = reader.record_written if isinstance(reader, WrittenStream) else None
         try:
             yield
         finally:
-            self.flush()
+            try:
+                self.flush()
+            finally:
+                self._return_buffers()
+
+    def _return_buffers(self) -> None:
+        buffers = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                buffers.append(self._free.get_nowait())
+        self._pool.put(buffers, self._count)
+        self._count = 0
 
     def flush(self) -> None:
         """Wait for all writes. Raises the error of the first that failed."""
@@ -106,8 +146,7 @@ class WriteBehind:
         """End the threads, and return the buffers."""
         for thread in self._threads:
             thread.shutdown()
-        if self._count > 1:
-            self._extra.release(self._count - 1)
+        self._return_buffers()
 
     def _submit(self, thread: int, call: Callable[[], None]) -> Future[None]:
         if not self._threads:

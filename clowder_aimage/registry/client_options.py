@@ -9,7 +9,7 @@ import re
 import ssl
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ import urllib3.util.ssl_
 
 from clowder_aimage.errors import StoreError, UsageError
 from clowder_aimage.oci import Reference
+from clowder_aimage.registry.connection import Addresses, set_pools
 from clowder_aimage.registry.credential_helper import HelperQueries, Query
 from clowder_aimage.registry.credential_trace import OnCredential, WarningLog
 from clowder_aimage.registry.host_settings import HostSettings, list_certificates
@@ -30,10 +31,11 @@ from clowder_aimage.registry.pace import PATIENCE, Paces
 from clowder_aimage.registry.proxy import find_proxy
 from clowder_aimage.registry.reach import Boundary, Reach
 from clowder_aimage.registry.trace import OnTrace
-from clowder_aimage.registry.transport import Addresses, set_pools
 
 _BLOCK_SIZE = 1024 * 1024
 DEFAULT_CONNECTIONS = 8
+# For the chunks of large blobs, if each connection is slow.
+DEFAULT_MAX_CONNECTIONS = 16
 MAX_CONNECTIONS = 64
 
 
@@ -148,8 +150,16 @@ class ClientOptions:
 
     def compute_connections(self, *hosts: str | None) -> int:
         """Return the number of layers that are transferred at once to or from ``hosts``."""
+        return self._find_connections(hosts) or DEFAULT_CONNECTIONS
+
+    def compute_max_connections(self, *hosts: str | None) -> int:
+        """Return the most connections for the chunks of large layers, each of which is slow."""
+        return self._find_connections(hosts) or DEFAULT_MAX_CONNECTIONS
+
+    def _find_connections(self, hosts: Iterable[str | None]) -> int:
+        """Return the number that the user or the configuration sets, or 0."""
         configured = filter(None, (self.find_host_settings(host).connections for host in hosts))
-        return self.connections_override or min(configured, default=DEFAULT_CONNECTIONS)
+        return self.connections_override or min(configured, default=0)
 
     def limit(self, host: str | None) -> int:
         """Return the bytes per second of a pull from ``host``; 0 for no limit."""

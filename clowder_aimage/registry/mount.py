@@ -2,10 +2,14 @@
 
 Blobs in another repository of the registry are not sent. After a failed mount they are uploaded. A
 registry may confirm a mount and not have the blob then: distribution 2.8 does for sha512.
+
+A mount of a blob from the repository itself shows whether it has the blob, and begins an upload if
+not: one request in place of two.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from urllib.parse import urlencode
@@ -19,6 +23,8 @@ from clowder_aimage.registry.response import RegistryResponse, build_response_er
 from clowder_aimage.registry.retry import IntermediaryError
 from clowder_aimage.registry.session import Session
 
+# Blobs that are missing in the registry, one after the other, before mounts replace HEAD requests.
+LEARNED_AFTER = 8
 # Repositories that are tried for one blob.
 CANDIDATES = 3
 # Manifests of a store that are read, to find the blobs of other repositories.
@@ -33,6 +39,9 @@ class MountOrigins:
 
     ``find`` returns the repositories that may have a blob. Those that the registry refused are not
     requested again. A mounted blob is reported as already present.
+
+    Mounts from the own repository are used once the registry has answered one of a missing blob
+    by beginning an upload, and then one of the same blob, after its upload, by 201.
     """
 
     def __init__(self, find: Find = lambda _: (), on_event: OnEvent = ignore) -> None:
@@ -41,10 +50,16 @@ class MountOrigins:
         self._missing: set[str] = set()
         self._mounted: set[Digest] = set()
         self._is_stopped = False
+        self._lock = threading.Lock()
+        # True if mounts from the own repository show what it has; None while that is not known.
+        self._own: bool | None = None
+        # Blobs in a row that were missing, and the one whose upload shows how mounts are answered.
+        self._absent = 0
+        self._probe: Digest | None = None
 
     def stop(self) -> set[Digest]:
         """Mount no more blobs; return those that were mounted."""
-        self._is_stopped = True
+        self._is_stopped, self._own = True, False
         mounted, self._mounted = self._mounted, set()
         return mounted
 
@@ -54,6 +69,33 @@ class MountOrigins:
             return []
         repositories = [name for name in self._find(digest) if name not in self._refused]
         return sorted(repositories, key=lambda name: name in self._missing)[:CANDIDATES]
+
+    def shows_presence(self, digest: Digest) -> bool:
+        """Return True if ``begin`` finds out whether the repository has a blob."""
+        return bool(self._own) and digest.algorithm == "sha256" and not self.of(digest)
+
+    def record_presence(self, digest: Digest, *, is_present: bool) -> None:
+        """Record whether the repository had a blob before its upload."""
+        with self._lock:
+            self._absent = 0 if is_present else self._absent + 1
+            is_known = self._own is not None or self._probe is not None
+            if self._absent > LEARNED_AFTER and not is_known and digest.algorithm == "sha256":
+                self._probe = digest
+
+    def record_upload(self, session: Session, digest: Digest) -> None:
+        """Record that a blob was uploaded: a mount of it from its own repository must succeed."""
+        if self._own is not None or digest != self._probe:
+            return
+        self._own = False
+        with contextlib.suppress(AImageError):
+            answer = _mount(session, digest, session.repository)
+            if answer is None:
+                return
+            answer.finish()
+            self._own = answer.status_code == 201
+            if not self._own and _begins_upload(answer):
+                url = session.join_upload(answer.headers["Location"], answer.url)
+                session.request("DELETE", url, actions="pull,push").finish()
 
     def begin(
         self, session: Session, content: Descriptor, resource: str
@@ -75,6 +117,19 @@ class MountOrigins:
                 self._on_event(CopyEvent("skip", content, content.size))
                 return None
             self._refused.add(repository)
+        is_probe = self._own is None and content.digest == self._probe
+        if is_probe or self.shows_presence(content.digest):
+            answer = _mount(session, content.digest, session.repository)
+            if answer is not None and answer.status_code != 201 and _begins_upload(answer):
+                return answer
+            if answer is not None:
+                answer.finish()
+            if answer is not None and answer.status_code == 201 and not is_probe:
+                self._mounted.add(content.digest)
+                self._on_event(CopyEvent("skip", content, content.size))
+                return None
+            # The registry confirms what it does not have, or refuses such mounts.
+            self._own = False
         return begin_upload(session, resource)
 
 

@@ -24,8 +24,8 @@ from urllib3.exceptions import TimeoutError as HTTPTimeoutError
 from clowder_aimage.content.verified_reader import RawReader
 from clowder_aimage.errors import NetworkError
 from clowder_aimage.oci import Descriptor, Reference
+from clowder_aimage.registry.connection import set_pools
 from clowder_aimage.registry.response import RegistryResponse
-from clowder_aimage.registry.transport import set_pools
 
 # In a request: the node that sends it. In a response: the node that sends it or, with a redirect,
 # the nodes that have the content.

@@ -7,6 +7,7 @@ valid for one method, and proxies may send other headers. Mirrors are not reques
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from clowder_aimage.errors import AImageError, NotFoundError, RegistryError
@@ -25,15 +26,17 @@ _FIRST_BYTE = {"Range": "bytes=0-0"}
 
 @dataclass(frozen=True, slots=True)
 class Presence:
-    """The size of a blob if that is stated, or the error for its absence or for a refusal."""
+    """The size of a blob if that is stated, or its absence or a refusal."""
 
     size: int | None = None
-    error: AImageError | None = None
+    is_present: bool = True
+    # Builds the error: for most blobs of a push it is not needed.
+    build_error: Callable[[], AImageError] | None = None
 
     @property
-    def is_present(self) -> bool:
-        """True if the registry has the blob."""
-        return self.error is None
+    def error(self) -> AImageError | None:
+        """The error for the absence or the refusal."""
+        return None if self.build_error is None else self.build_error()
 
 
 def find_blob(session: Session, digest: Digest, size: int | None = None) -> Presence:
@@ -90,7 +93,10 @@ def _find_by_head(
 
 
 def _build_absence(response: RegistryResponse, resource: str) -> Presence:
-    return Presence(error=build_failure_error(ResponseFailure.of_head(response), resource))
+    return Presence(
+        is_present=False,
+        build_error=lambda: build_failure_error(ResponseFailure.of_head(response), resource),
+    )
 
 
 def _request(
@@ -110,7 +116,8 @@ def _request(
 def _read_presence(response: RegistryResponse, resource: str) -> Presence:
     """Return the presence of a blob by the response to a request for its first byte."""
     if response.status_code not in (404, 416) and not response.is_success:
-        return Presence(error=build_response_error(response, resource))
+        error = build_response_error(response, resource)
+        return Presence(is_present=False, build_error=lambda: error)
     response.finish()
     if response.status_code == 404:
         return _build_absence(response, resource)

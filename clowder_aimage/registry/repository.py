@@ -178,6 +178,16 @@ class Repository(Target, AbstractContextManager["Repository"]):
             self._present.add(key)
         return key in self._present
 
+    def lacks(self, content: Descriptor, /) -> bool:
+        """Return False if a blob exists; else True, or if its upload will show whether it does."""
+        if (content.digest, content.size) in self._present:
+            return False
+        if self._origins.shows_presence(content.digest):
+            return True
+        is_present = self.exists(content)
+        self._origins.record_presence(content.digest, is_present=is_present)
+        return not is_present
+
     def _exists(self, content: Descriptor) -> bool:
         if content.media_type in mediatype.DOCUMENTS:
             return has_manifest(self._session, str(content.digest), content)
@@ -241,6 +251,7 @@ class Repository(Target, AbstractContextManager["Repository"]):
         if content.media_type not in mediatype.DOCUMENTS:
             upload(self._session, content, body, self._origins)
             self._present.add((content.digest, content.size))
+            self._origins.record_upload(self._session, content.digest)
             return
         with VerifyingReader(body(), content) as reader:
             raw = reader.readall() or b""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import logging
 import math
@@ -53,6 +54,8 @@ _log = logging.getLogger("aimage.registry")
 # GitHub refuses with 403.
 _REFUSALS = TRANSIENT_STATUS | {403}
 _DIGEST = re.compile(r"sha(?:256|512):[0-9a-f]+")
+# A path with a query, and without segments that are dots, as most registries send locations.
+_PLAIN_PATH = re.compile(r"(?:/[0-9A-Za-z_-][!$-.0->@-~]*)+(?:\?[!$->@-~]*)?")
 
 
 class CredentialsExpiredError(BrokenOffError, UnauthorizedError):
@@ -129,6 +132,11 @@ class Session(AbstractContextManager["Session"]):
         return f"{self.base}/v2/{self._reference.repository}/{path}"
 
     @property
+    def repository(self) -> str:
+        """The name of the repository, without the registry."""
+        return self._reference.repository
+
+    @property
     def catalog(self) -> str:
         """The URL of the list of all repositories."""
         return f"{self.base}/v2/_catalog"
@@ -159,6 +167,9 @@ class Session(AbstractContextManager["Session"]):
         It is at the registry's own origin, or at a host that may receive uploads. Raises
         RegistryError, or OutsideError.
         """
+        path = location.removeprefix(self.base)
+        if base.startswith(f"{self.base}/") and _PLAIN_PATH.fullmatch(path):
+            return self.base + path
         url = self.join(location, base)
         scheme, host, port = parse_origin(url)
         own_scheme, own_host, own_port = parse_origin(self.base)
@@ -318,7 +329,7 @@ class Session(AbstractContextManager["Session"]):
     ) -> RegistryResponse:
         is_first = body is None and not transport.has_answered
         read = min(FIRST_READ_TIMEOUT if is_first else math.inf, read_timeout)
-        timeout = urllib3.Timeout(connect=CONNECT_TIMEOUT, read=read)
+        timeout = _build_timeout(read)
         send = partial(transport.send, method, url, headers, body, timeout=timeout)
         return self._send_paced(method, url, body, send)
 
@@ -329,7 +340,7 @@ class Session(AbstractContextManager["Session"]):
         name = urlsplit(url).hostname or url
         report = self._on_exchange
         transport = Transport(self._http, name, has_answered=True, on_exchange=report)
-        timeout = urllib3.Timeout(connect=CONNECT_TIMEOUT, read=FIRST_READ_TIMEOUT)
+        timeout = _build_timeout(FIRST_READ_TIMEOUT)
         send = partial(transport.send, method, url, headers, body, timeout=timeout, max_redirects=0)
         return self._send_paced("token", url, body, send)
 
@@ -354,8 +365,7 @@ class Session(AbstractContextManager["Session"]):
                 self._url_refusals.record_success(kind, url)
                 if body is None and response.status_code < 400:
                     self._accepted[kind] = send
-                with self._lock:
-                    self._responses.add(response)
+                self._watch(response)
                 if response.status_code != 401 and kind != "token":
                     self._patience = self._later_patience
                 return response
@@ -381,6 +391,12 @@ class Session(AbstractContextManager["Session"]):
                     f"{self._registry} limits the requests of an upload",
                     is_unread=response.status_code == 429,
                 )
+
+    def _watch(self, response: RegistryResponse) -> None:
+        """Remember a response whose body may still arrive."""
+        if response.is_open:
+            with self._lock:
+                self._responses.add(response)
 
     def _warn_once(self, response: RegistryResponse) -> None:
         if not self._has_warned:
@@ -433,6 +449,11 @@ class Session(AbstractContextManager["Session"]):
             return False
         response.retry_after = read_pause(response.headers, self._clock())
         return response.status_code in OVERLOAD_STATUS or response.retry_after > 0
+
+
+@functools.lru_cache(maxsize=64)
+def _build_timeout(read: float) -> urllib3.Timeout:
+    return urllib3.Timeout(connect=CONNECT_TIMEOUT, read=read)
 
 
 class Mirrors:

@@ -14,12 +14,13 @@ import io
 import os
 import re
 from functools import partial
-from urllib.parse import urlencode, urlsplit, urlunsplit
+from urllib.parse import urlsplit, urlunsplit
 
 from clowder_aimage.content.store import Body, FileStream, Reader
 from clowder_aimage.content.verified_reader import VerifyingReader, check_size, verify
 from clowder_aimage.errors import AImageError, UnauthorizedError, VerificationError
 from clowder_aimage.oci import Descriptor
+from clowder_aimage.registry.connection import StreamBody
 from clowder_aimage.registry.mount import MountOrigins, begin_upload
 from clowder_aimage.registry.presence import find_blob
 from clowder_aimage.registry.response import (
@@ -35,7 +36,6 @@ from clowder_aimage.registry.retry import (
     retry_call,
 )
 from clowder_aimage.registry.session import READ_TIMEOUT, Session
-from clowder_aimage.registry.transport import StreamBody
 
 # Bytes. Larger blobs use PATCH, which costs the registry more.
 RESUMABLE = 256 * 1024 * 1024
@@ -200,9 +200,9 @@ class _Upload:
         if self._offset and remaining:
             headers["Content-Range"] = f"{self._offset}-{self._content.size - 1}"
         parts = urlsplit(self._location or "")
-        digest = urlencode({"digest": str(self._content.digest)})
+        digest = f"digest={self._content.digest.algorithm}%3A{self._content.digest.encoded}"
         url = urlunsplit(parts._replace(query=f"{parts.query}&{digest}".lstrip("&")))
-        wait = READ_TIMEOUT + self._content.size / _SETTLES
+        wait = READ_TIMEOUT + self._content.size // _SETTLES
         answer = self._send("PUT", url, headers, self._content.size, wait)
         if answer.status_code == 201:
             answer.finish()

@@ -48,8 +48,29 @@ def test_unthrottled_connections_are_not_increased(rate: float) -> None:
 
 
 def test_connections_below_the_speed_of_the_hash_are_increased() -> None:
-    width, _, _ = run(16, lambda n: n * 255.5 * MIB)
+    width, _, _ = run(16, lambda n: n * 254 * MIB)
     assert width.value == 16
+
+
+def test_new_connections_have_some_time_to_reach_their_speed() -> None:
+    width, now = ConcurrencyProbe(16), 0.0
+    changed, before = 0.0, width.value
+    while not width.settled and now < 20:
+        # New connections deliver nothing for half a second
+        rate = (width.value if now - changed > 0.5 else before) * 20 * MIB
+        now += MIB / rate
+        count = width.value
+        width.record(MIB, now)
+        if width.value != count:
+            changed, before = now, count
+    assert width.value == 16
+
+
+def test_while_the_speed_is_measured_chunks_are_those_of_the_limit() -> None:
+    width = ConcurrencyProbe(16)
+    assert (width.value, width.expected) == (START, 16)
+    full, _, _ = run(16, lambda _: 100 * MIB)
+    assert full.expected == full.value == START
 
 
 def test_six_connections_that_fill_the_link_are_kept() -> None:

@@ -20,7 +20,7 @@ from clowder_aimage.content import chunk as parts
 from clowder_aimage.content import fetch as fetch_module
 from clowder_aimage.content.chunk import SMALL, SMALLEST_CHUNK, SmallConcurrency
 from clowder_aimage.content.copy_option import CopyOptions, Rate
-from clowder_aimage.content.fetch import NOTED, BlobDownload
+from clowder_aimage.content.fetch import _SMALL_READ, NOTED, BlobDownload
 from clowder_aimage.content.store import Source
 from clowder_aimage.content.write_behind import WriteBehind
 from clowder_aimage.errors import NetworkError, NoSpaceError, NotFoundError, VerificationError
@@ -361,23 +361,25 @@ def test_a_source_that_starts_to_ignore_ranges(store: ImageLayout) -> None:
 
 
 class Failing:
-    """Delivers ``count`` bytes of a blob, then fails for every reader."""
+    """Delivers ``count`` bytes of a blob in reads of ``size``, then fails for every reader."""
 
-    def __init__(self, count: int, error: NetworkError | OSError | KeyboardInterrupt) -> None:
-        self.left = count
+    def __init__(
+        self, count: int, error: NetworkError | OSError | KeyboardInterrupt, size: int = MIB
+    ) -> None:
+        self.left, self.size = count, size
         self.error = error
         self.lock = threading.Lock()
 
     def __call__(self, digest: Any, offset: Any) -> None:
         with self.lock:
-            self.left -= MIB
+            self.left -= self.size
             if self.left < 0:
                 raise self.error
 
 
 def test_a_fetch_after_a_failure_requests_only_missing_bytes(store: ImageLayout) -> None:
     source, watch = Counted(BIG, together=3), Watch()
-    source.fail = Failing(25 * MIB, NetworkError("gone"))
+    source.fail = Failing(25 * MIB, NetworkError("gone"), _SMALL_READ)
     with pytest.raises(NetworkError, match="gone"):
         fetch(source, store, CONTENT, connections=4, watch=watch)
     first = source.bytes[CONTENT.digest]

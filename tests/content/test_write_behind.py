@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from clowder_aimage.content.write_behind import _MAX_BUFFERS, WriteBehind
+from clowder_aimage.content.write_behind import _MAX_BUFFERS, BufferPool, WriteBehind
 
 
 class Ingest:
@@ -40,13 +40,13 @@ def ingest() -> Any:
 
 
 @pytest.fixture
-def extra() -> threading.Semaphore:
-    return threading.Semaphore(_MAX_BUFFERS)
+def pool() -> BufferPool:
+    return BufferPool(_MAX_BUFFERS)
 
 
 @pytest.fixture
-def writes(ingest: Any, extra: threading.Semaphore) -> Iterator[WriteBehind]:
-    writes = WriteBehind(extra)
+def writes(ingest: Any, pool: BufferPool) -> Iterator[WriteBehind]:
+    writes = WriteBehind(pool)
     yield writes
     ingest.may_write.set()
     ingest.may_sync.set()
@@ -102,8 +102,8 @@ def test_a_stream_is_told_what_is_written(writes: WriteBehind, ingest: Any) -> N
 
 
 def test_connections_share_additional_buffers(ingest: Any) -> None:
-    extra = threading.Semaphore(1)
-    first, second = WriteBehind(extra), WriteBehind(extra)
+    pool = BufferPool(1)
+    first, second = WriteBehind(pool), WriteBehind(pool)
     fill(first, ingest, 2)
     other: Any = Ingest()
     fill(second, other, 1)
@@ -117,8 +117,22 @@ def test_connections_share_additional_buffers(ingest: Any) -> None:
     ingest.may_write.set()
     first.close()
     # The buffer of the first may be used now
-    assert extra.acquire(blocking=False)
+    assert pool.take_extra() is not None
     second.close()
+
+
+def test_the_buffers_of_a_chunk_are_those_of_the_next_one(ingest: Any) -> None:
+    pool, seen = BufferPool(), set()
+    ingest.may_write.set()
+    for turn in range(4):
+        writes = WriteBehind(pool)
+        for offset in (2 * turn, 2 * turn + 1):
+            with writes.flushing(io.BytesIO()):
+                buffer = writes.take()
+                seen.add(id(buffer.obj))
+                writes.write(ingest, offset, buffer, 1)
+        writes.close()
+    assert len(seen) == 1
 
 
 def test_an_error_ends_the_writes(writes: WriteBehind, ingest: Any) -> None:
@@ -163,8 +177,10 @@ class LateQueue(queue.SimpleQueue[memoryview]):
         raise queue.Empty
 
 
-def test_a_slow_disk_is_noticed() -> None:
-    writes = WriteBehind(threading.Semaphore(0))
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_slow_disk_is_noticed_by_connections_with_several_buffers(count: int) -> None:
+    writes = WriteBehind(BufferPool(0))
+    writes._count = count
     states = []
     for free in (LateQueue(), queue.SimpleQueue[memoryview]()):
         writes._free = free
@@ -173,4 +189,5 @@ def test_a_slow_disk_is_noticed() -> None:
             writes.take()
             states.append(writes.is_behind)
     writes.close()
-    assert states == [False, False, True, True, True, False, False, False]
+    is_slow = count > 1
+    assert states == [False, False, is_slow, is_slow, is_slow, False, False, False]

@@ -11,13 +11,19 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from clowder_aimage.content import build_bytes_body
+from clowder_aimage.content.copy_option import CopyOptions
 from clowder_aimage.errors import RegistryError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference, mediatype
 from clowder_aimage.push import push
 from clowder_aimage.registry import ClientOptions, MountHolders, MountOrigins, Repository
-from clowder_aimage.registry.mount import CANDIDATES, list_sibling_repositories
+from clowder_aimage.registry.mount import (
+    CANDIDATES,
+    LEARNED_AFTER,
+    list_sibling_repositories,
+)
 from tests.memory_store import MemoryStore
+from tests.registry.storing import Storing
 from tests.scripted import Answer, ScriptedRegistry, Seen, artifact, skip_waiting
 
 BLOB = Descriptor.of("application/octet-stream", b"a blob")
@@ -286,3 +292,73 @@ def test_a_blob_that_a_mount_did_not_bring_is_uploaded(
                 push(layout, names[0], connection)
         puts = [path for path in registry.asked("PUT") if "/manifests/" in path]
         assert len(puts) == (2 if is_mounted else 1)
+
+
+# Answers to a mount from the own repository of a blob that is missing, and of one that is there
+HAS, LACKS = Answer(201), Answer(202, {"Location": "/upload"})
+OWN_MOUNTS: dict[str, tuple[Answer, Answer, bool]] = {
+    "right": (LACKS, HAS, True),
+    "never": (LACKS, LACKS, False),
+    "always": (HAS, HAS, False),
+    "refused": (Answer(405), Answer(405), False),
+    "refused later": (LACKS, Answer(404), False),
+}
+COUNT = 20
+
+
+def push_many(
+    mount: Callable[[bool], Answer], tmp_path: Path, stored: int = 0, is_repeated: bool = False
+) -> tuple[list[Seen], Storing, list[Any]]:
+    """Push ``COUNT`` blobs one at a time, the last ones of which a registry has."""
+    store, told = MemoryStore(), list[Any]()
+    blobs = [Descriptor.of("x/y", b"%d" % number) for number in range(COUNT)]
+    for number, blob in enumerate(blobs):
+        store.push(blob, build_bytes_body(b"%d" % number))
+
+    def odd(seen: Seen, registry: Storing) -> Answer | None:
+        query = parse_qs(urlsplit(seen.path).query)
+        if "mount" not in query:
+            return None
+        assert query["from"] == ["team/x"]
+        registry.received = b""
+        return mount(query["mount"][0] in registry.blobs)
+
+    script = Storing(odd)
+    script.blobs |= {str(blob.digest): b"x" for blob in blobs[COUNT - stored :] if stored}
+    with ScriptedRegistry(script).running() as registry:
+        reference = Reference.parse(f"{registry.host}/team/x:v1")
+        origins = MountOrigins(on_event=told.append)
+        with Repository(reference, ClientOptions(docker_config=tmp_path), origins) as repository:
+            repository.receive(store, blobs, CopyOptions(1, told.append))
+            if is_repeated:
+                assert repository.stop_mounting()
+                repository.receive(store, blobs, CopyOptions(1))
+        return registry.seen, script, told
+
+
+@pytest.mark.parametrize("case", OWN_MOUNTS)
+def test_mounts_replace_head_requests_where_they_are_answered_rightly(
+    case: str, tmp_path: Path
+) -> None:
+    absent, present, is_used = OWN_MOUNTS[case]
+    seen, script, _ = push_many(lambda stored: present if stored else absent, tmp_path)
+    assert len(script.blobs) == COUNT
+    asked = LEARNED_AFTER + 1 if is_used else COUNT
+    assert sum(request.method == "HEAD" for request in seen) == asked
+    mounts = [request for request in seen if "mount=" in request.path]
+    assert len(mounts) == (COUNT - LEARNED_AFTER + 1 if is_used else 1 + (absent is LACKS))
+    # An upload that was begun in vain is cancelled
+    assert any(request.method == "DELETE" for request in seen) == (case == "never")
+
+
+def test_a_blob_that_is_there_is_mounted_from_its_repository(tmp_path: Path) -> None:
+    seen, _, told = push_many(lambda stored: HAS if stored else LACKS, tmp_path, stored=3)
+    skipped = {event.content.digest for event in told if event.kind == "skip"}
+    assert len(skipped) == 3
+    assert sum(request.method == "PUT" for request in seen) == COUNT - 3
+
+
+def test_blobs_of_mounts_that_were_confirmed_wrongly_are_sent(tmp_path: Path) -> None:
+    answers = iter([LACKS, HAS])
+    _, script, _ = push_many(lambda _: next(answers, HAS), tmp_path, is_repeated=True)
+    assert len(script.blobs) == COUNT

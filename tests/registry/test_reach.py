@@ -186,5 +186,5 @@ def test_every_pool_of_connections_to_a_registry_has_a_boundary() -> None:
             name = getattr(node.func, "attr", getattr(node.func, "id", ""))
             if name in makers or ast.unparse(node.func) == "requests.Session":
                 found.add(str(path.relative_to(PACKAGE)))
-    # transport: pools with a boundary; peer: the nodes of the configuration
-    assert found <= {"registry/transport.py", "registry/peer.py"}, found
+    # connection: pools with a boundary; peer: the nodes of the configuration
+    assert found <= {"registry/connection.py", "registry/peer.py"}, found

@@ -9,7 +9,7 @@ import pytest
 from urllib3.connection import HTTPConnection
 from urllib3.connectionpool import HTTPConnectionPool
 
-from clowder_aimage.registry.transport import _build_pool_class
+from clowder_aimage.registry.connection import _build_pool_class
 
 HEADERS = {"User-Agent": "aimage", "Accept-Encoding": "identity", "Accept": "*/*"}
 LENGTH = {**HEADERS, "Content-Length": "0"}
@@ -23,6 +23,9 @@ class Recorder:
 
     def settimeout(self, _: float) -> None:
         pass
+
+    def gettimeout(self) -> float:
+        return 0.0
 
     def sendall(self, data: bytes) -> None:
         self.sent += data

@@ -14,13 +14,14 @@ import trustme
 from clowder_aimage.oci import Reference
 from clowder_aimage.registry import ClientOptions
 from clowder_aimage.registry.client_options import open_session
+from clowder_aimage.registry.connection import SEND_TIMEOUT
 from clowder_aimage.registry.session import (
     CONNECT_TIMEOUT,
     FIRST_READ_TIMEOUT,
     READ_TIMEOUT,
     Session,
 )
-from clowder_aimage.registry.transport import SEND_TIMEOUT, Transport
+from clowder_aimage.registry.transport import Transport
 from tests.scripted import Answer, ScriptedRegistry
 
 if TYPE_CHECKING:
