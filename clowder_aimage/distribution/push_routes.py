@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+from collections.abc import AsyncIterator
 
 from aiohttp import web
 
@@ -15,13 +16,16 @@ from clowder_aimage.distribution.repository_name import (
     read_repository,
 )
 from clowder_aimage.distribution.served_blobs import MEDIA_TYPE, ServedBlobs
-from clowder_aimage.distribution.upload_session import UploadSession, UploadSessions
+from clowder_aimage.distribution.upload_session import (
+    WRITE_SIZE,
+    UploadSession,
+    UploadSessions,
+    build_size_error,
+)
 from clowder_aimage.engine.executor import run_io, run_locking
-from clowder_aimage.http.body_stream import read_chunks
+from clowder_aimage.http.body_receiver import BodyReceiver
 from clowder_aimage.oci import Digest
 
-# Bytes written and hashed at a time
-WRITE_SIZE = 1024 * 1024
 # Seconds that a status request waits for the upload's writer
 SETTLE = 0.1
 ALGORITHMS = ("sha256", "sha512")
@@ -62,8 +66,7 @@ class PushRoutes:
         if single is None:
             return _accept(upload)
         try:
-            await self._receive(request, upload)
-            await self._keep(upload, single)
+            await self._finish(request, upload, single)
         finally:
             await self._uploads.abort(upload)
         return _respond_created(repository, single)
@@ -71,8 +74,9 @@ class PushRoutes:
     async def append(self, request: web.Request) -> web.StreamResponse:
         """Answer PATCH <location>: one more chunk, in order ("Pushing a blob in chunks")."""
         upload = self._upload(request)
-        async with upload.lock:
-            await self._receive(request, upload)
+        async with upload.lock, self._receiving(request, upload) as rest:
+            if rest:
+                await self._uploads.write(upload, rest, is_small=True)
         return _accept(upload)
 
     async def finish(self, request: web.Request) -> web.StreamResponse:
@@ -82,8 +86,7 @@ class PushRoutes:
             raise DistributionError("DIGEST_INVALID", message="PUT of an upload requires ?digest=")
         digest = parse_digest(request.query["digest"])
         async with upload.lock:
-            await self._receive(request, upload)
-            await self._keep(upload, digest)
+            await self._finish(request, upload, digest)
         return _respond_created(upload.repository, digest)
 
     async def get_status(self, request: web.Request) -> web.StreamResponse:
@@ -105,30 +108,29 @@ class PushRoutes:
     def _upload(self, request: web.Request) -> UploadSession:
         return self._uploads.get(read_repository(request), request.match_info["upload"])
 
-    async def _keep(self, upload: UploadSession, digest: Digest) -> None:
-        await run_locking(self._blobs.expect, digest)
-        await self._uploads.commit(upload, digest, MEDIA_TYPE)
-        await run_locking(self._blobs.put, upload.repository, digest)
+    async def _finish(self, request: web.Request, upload: UploadSession, digest: Digest) -> None:
+        async with self._receiving(request, upload) as rest:
+            adding = self._blobs.adding(upload.repository, digest)
+            await self._uploads.commit(upload, digest, MEDIA_TYPE, rest, adding)
 
-    async def _receive(self, request: web.Request, upload: UploadSession) -> None:
-        """Write the body to the upload; received bytes survive a broken connection."""
+    @contextlib.asynccontextmanager
+    async def _receiving(
+        self, request: web.Request, upload: UploadSession
+    ) -> AsyncIterator[memoryview]:
+        """Write the body to the upload, and yield its last bytes, which are left to the caller."""
         end = _parse_content_range(request, upload)
+        if not request.body_exists:
+            yield memoryview(b"")
+            return
         if (size := request.content_length or 0) > WRITE_SIZE:
             await self._uploads.check_space(upload, size)
-        buffer = bytearray()
-        try:
-            async for chunk in read_chunks(request):
-                if end is not None and upload.offset + len(buffer) + len(chunk) > end:
-                    raise _build_size_error("the body is longer than Content-Range")
-                buffer += chunk
-                if len(buffer) >= WRITE_SIZE:
-                    full, buffer = buffer, bytearray()
-                    await self._uploads.write(upload, full)
-        finally:
-            if buffer:
-                await self._uploads.write(upload, buffer)
-        if end is not None and upload.offset != end:
-            raise _build_size_error("the body is shorter than Content-Range")
+        body = BodyReceiver(request)
+        with contextlib.closing(body):
+            async with self._uploads.receiving(upload, body, end) as rest:
+                if end is not None and upload.offset + len(rest) != end:
+                    await self._uploads.write(upload, rest, is_small=True)
+                    raise build_size_error("the body is shorter than Content-Range")
+                yield rest
 
 
 def _parse_content_range(request: web.Request, upload: UploadSession) -> int | None:
@@ -149,14 +151,10 @@ def _parse_content_range(request: web.Request, upload: UploadSession) -> int | N
         headers = _build_headers(upload)
         raise DistributionError("BLOB_UPLOAD_INVALID", message=message, status=416, headers=headers)
     if request.content_length is not None and end - start != request.content_length:
-        raise _build_size_error(
+        raise build_size_error(
             f"Content-Range {text} does not match Content-Length {request.content_length}"
         )
     return end
-
-
-def _build_size_error(message: str) -> DistributionError:
-    return DistributionError("SIZE_INVALID", message=message)
 
 
 def _build_headers(upload: UploadSession) -> dict[str, str]:

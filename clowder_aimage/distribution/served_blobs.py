@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import BinaryIO
 
 from clowder_aimage.distribution.catalog import Catalog
@@ -33,14 +33,17 @@ class ServedLeases:
         self._since = clock()
         self._lease, self._older = layout.lease(), layout.lease()
 
-    def add(self, *digests: Digest) -> None:
-        """Lease content; check its existence only afterwards. Raises StoreError."""
+    def add(self, *digests: Digest, is_kept: bool = False) -> None:
+        """Lease content; check its existence only afterwards. Raises StoreError.
+
+        ``is_kept``: the caller blocks collections (``ImageLayout.keep``).
+        """
         with self._lock:
             if self._clock() - self._since > PERIOD:
                 self._since = self._clock()
                 self._older.close()
                 self._older, self._lease = self._lease, self._layout.lease()
-            self._lease.add(*digests)
+            self._lease.add(*digests, is_kept=is_kept)
 
     def rotate(self) -> None:
         """Release leases older than PERIOD."""
@@ -132,9 +135,8 @@ class ServedBlobs:
         with contextlib.suppress(DistributionError):
             self._open(digest).close()
             if self._is_in_any(digest) if source is None else self._is_in(source, digest):
-                self._leases.add(digest)
-                self._open(digest).close()
-                self.put(repository, digest)
+                with self.adding(repository, digest):
+                    self._open(digest).close()
                 return True
         return False
 
@@ -160,10 +162,13 @@ class ServedBlobs:
         """Lease content that will arrive before it has a name."""
         self._leases.add(*digests)
 
-    def put(self, repository: str, digest: Digest) -> None:
-        """Add a stored blob to the repository."""
+    @contextlib.contextmanager
+    def adding(self, repository: str, digest: Digest) -> Iterator[None]:
+        """Lease a blob that has no name yet, and add it to the repository once it is stored."""
         # A collection removes records of blobs that are not stored
         with self._layout.keep():
+            self._leases.add(digest, is_kept=True)
+            yield
             self._records.add_blob(repository, digest)
 
 

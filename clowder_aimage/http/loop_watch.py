@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Coroutine, Generator
 from typing import Any, TypeVar
@@ -14,6 +15,9 @@ from clowder_aimage.http.log import name_method
 
 # Seconds of CPU time between two points at which other tasks run
 BLOCKED = 0.05
+# Seconds after which the CPU time of the thread is read again. That is a call of the system, unlike
+# reading the clock.
+_STALE = 0.005
 _T = TypeVar("_T")
 
 _log = logging.getLogger("aimage.loop")
@@ -28,6 +32,8 @@ class WatchedCoroutine(Coroutine[Any, Any, _T]):
     def __init__(self, coroutine: Coroutine[Any, Any, _T], work: str) -> None:
         self._coroutine, self._work = coroutine, work
         self.__name__ = self.__qualname__ = work
+        # A time, and the CPU time of the thread then
+        self._read, self._used = -math.inf, 0.0
 
     def send(self, value: Any) -> Any:
         return self._step(self._coroutine.send, value)
@@ -55,13 +61,22 @@ class WatchedCoroutine(Coroutine[Any, Any, _T]):
                 step, sent = self.throw, error
 
     def _step(self, step: Callable[..., Any], *arguments: Any) -> Any:
-        began = time.thread_time()
+        began = time.perf_counter()
+        if began - self._read > _STALE:
+            self._read, self._used = began, time.thread_time()
         try:
             return step(*arguments)
         finally:
-            if (seconds := time.thread_time() - began) > BLOCKED:
-                facts = {"work": self._work, "seconds": round(seconds, 3), "limit": BLOCKED}
-                _log.warning("the event loop was blocked", extra=facts)
+            if time.perf_counter() - began > BLOCKED:
+                self._report(began)
+
+    def _report(self, began: float) -> None:
+        """Log a step that took long, unless it did not compute."""
+        # Other work of this thread since the reading took at most all the time until the step
+        seconds = time.thread_time() - self._used - (began - self._read)
+        if seconds > BLOCKED:
+            facts = {"work": self._work, "seconds": round(seconds, 3), "limit": BLOCKED}
+            _log.warning("the event loop was blocked", extra=facts)
 
 
 @web.middleware

@@ -37,6 +37,7 @@ from clowder_aimage.content.verified_reader import check, verify
 from clowder_aimage.errors import AImageError, VerificationError
 from clowder_aimage.layout.direct_io import DirectFile
 from clowder_aimage.layout.group_commit import GroupCommit
+from clowder_aimage.layout.ingest_directory import IngestDirectory
 from clowder_aimage.layout.lock import (
     PRIVATE,
     check_own,
@@ -78,11 +79,12 @@ class FileIngest:
         expected: Descriptor | None = None,
         *,
         batch: GroupCommit | None = None,
+        directory: IngestDirectory | None = None,
     ) -> None:
         """Open an ingest; without ``expected``, a new one that no other process can find.
 
-        In a ``batch``, small content is committed together with others. Raises IngestBusyError,
-        StoreError, NoSpaceError.
+        In a ``batch``, small content is committed together with others. A new one of small content
+        is created in the open ``directory``. Raises IngestBusyError, StoreError, NoSpaceError.
         """
         self._root, self._expected, self._batch = root, expected, batch
         self._final = ""
@@ -94,13 +96,19 @@ class FileIngest:
         # Strings, because thousands of Paths are slow.
         self._path = os.path.join(root, _DIRECTORY, name)
         self._journal = f"{self._path}.journal"
-        is_small = batch is not None and expected is not None and expected.size < _DIRECT_SIZE
+        is_in_batch = batch is not None and expected is not None and expected.size < _DIRECT_SIZE
+        is_small = is_in_batch or directory is not None
         self._direct = DirectFile(self._path, is_usable=not is_small)
         self._is_journaled = expected is not None and expected.size > JOURNALED
         self._ranges: list[_Range] = []
         self._journal_size = 0  # bytes in the journal
         self._reset_hash()
-        if batch is not None and is_small and (fd := batch.create_ingest(name)) is not None:
+        fd = None
+        if batch is not None and is_in_batch:
+            fd = batch.create_ingest(name)
+        elif directory is not None and expected is None:
+            fd = directory.create(name)
+        if fd is not None:
             self._fd = fd
             return
         check_own(root, "ingest")

@@ -390,6 +390,9 @@ def test_an_upload_is_given_up_when_the_disk_is_full(
             await uploads.check_space(upload, 1001)
         assert len(uploads) == 0
         idle, upload = await uploads.begin("a"), await uploads.begin("a")
+        for begun in (idle, upload):
+            await uploads.write(begun, b"x")
+        assert idle.ingest is not None
         now[0] = upload_module.IDLE + 1
         upload.touched = now[0]
         abort = idle.ingest.abort
