@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import re
 from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
 
 from aiohttp import web
 
@@ -64,6 +65,7 @@ class PushRoutes:
             single = None
         upload = await self._uploads.begin(repository)
         if single is None:
+            self._uploads.suspend(upload)
             return _accept(upload)
         try:
             await self._finish(request, upload, single)
@@ -73,25 +75,24 @@ class PushRoutes:
 
     async def append(self, request: web.Request) -> web.StreamResponse:
         """Answer PATCH <location>: one more chunk, in order ("Pushing a blob in chunks")."""
-        upload = self._upload(request)
-        async with upload.lock, self._receiving(request, upload) as rest:
+        async with self._holding(request) as upload, self._receiving(request, upload) as rest:
             if rest:
                 await self._uploads.write(upload, rest, is_small=True)
         return _accept(upload)
 
     async def finish(self, request: web.Request) -> web.StreamResponse:
         """Answer PUT <location>?digest=<digest>: the last chunk, if any, and the end."""
-        upload = self._upload(request)
-        if "digest" not in request.query:
-            raise DistributionError("DIGEST_INVALID", message="PUT of an upload requires ?digest=")
-        digest = parse_digest(request.query["digest"])
-        async with upload.lock:
+        async with self._holding(request) as upload:
+            if "digest" not in request.query:
+                message = "PUT of an upload requires ?digest="
+                raise DistributionError("DIGEST_INVALID", message=message)
+            digest = parse_digest(request.query["digest"])
             await self._finish(request, upload, digest)
         return _respond_created(upload.repository, digest)
 
     async def get_status(self, request: web.Request) -> web.StreamResponse:
         """Answer GET <location>: the range of received bytes; a broken upload resumes after it."""
-        upload = self._upload(request)
+        upload = await self._find(request)
         # Bytes of a broken request may still be written
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(SETTLE), upload.lock:
@@ -100,13 +101,15 @@ class PushRoutes:
 
     async def cancel(self, request: web.Request) -> web.StreamResponse:
         """Answer DELETE <location>: abort the upload."""
-        upload = self._upload(request)
-        async with upload.lock:
+        async with self._holding(request) as upload:
             await self._uploads.abort(upload)
         return web.Response(status=204)
 
-    def _upload(self, request: web.Request) -> UploadSession:
-        return self._uploads.get(read_repository(request), request.match_info["upload"])
+    async def _find(self, request: web.Request) -> UploadSession:
+        return await self._uploads.find(read_repository(request), request.match_info["upload"])
+
+    def _holding(self, request: web.Request) -> AbstractAsyncContextManager[UploadSession]:
+        return self._uploads.hold(read_repository(request), request.match_info["upload"])
 
     async def _finish(self, request: web.Request, upload: UploadSession, digest: Digest) -> None:
         async with self._receiving(request, upload) as rest:

@@ -19,6 +19,8 @@ from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.ingest_directory import IngestDirectory, open_ingests
 from clowder_aimage.oci import Descriptor, Digest
 
+# The names of the ingests of uploads begin with it
+PREFIX = "upload-"
 # Bytes written and hashed at a time
 WRITE_SIZE = 1024 * 1024
 # Buffers that are kept for the next upload
@@ -98,6 +100,12 @@ class UploadSessions:
         upload = self._uploads[key] = UploadSession(key, repository, timestamp, timestamp)
         return upload
 
+    def suspend(self, upload: UploadSession) -> None:
+        """End a request that does not end its upload."""
+
+    def _build_id(self, repository: str) -> str:  # noqa: ARG002 - it has no other repository
+        return secrets.token_hex(16)
+
     async def _abort_idle(self) -> bool:
         """Abort the upload that has been idle for longest, if that is at least IDLE seconds."""
         idle = [upload for upload in self._uploads.values() if not upload.lock.locked()]
@@ -111,8 +119,19 @@ class UploadSessions:
         """Return an upload of a repository. Raises BLOB_UPLOAD_UNKNOWN, also once it has ended."""
         upload = self._uploads.get(key)
         if upload is None or upload.repository != repository:
-            raise DistributionError("BLOB_UPLOAD_UNKNOWN", {"upload": key[:100]})
+            raise build_unknown_error(key)
         return upload
+
+    async def find(self, repository: str, key: str) -> UploadSession:
+        """Return an upload as ``get`` does, with the bytes that others have received."""
+        return self.get(repository, key)
+
+    @contextlib.asynccontextmanager
+    async def hold(self, repository: str, key: str) -> AsyncIterator[UploadSession]:
+        """Wait for the writer of an upload, and be its writer. Raises as ``get``."""
+        upload = self.get(repository, key)
+        async with upload.lock:
+            yield self.get(repository, key)
 
     @contextlib.asynccontextmanager
     async def receiving(
@@ -181,7 +200,7 @@ class UploadSessions:
     def _open_ingest(self, upload: UploadSession, *, is_small: bool) -> Ingest:
         """Return the ingest of an upload, which the first bytes begin."""
         if upload.ingest is None:
-            key, directory = f"upload-{upload.id}", self._ingests if is_small else None
+            key, directory = f"{PREFIX}{upload.id}", self._ingests if is_small else None
             upload.ingest = self._layout.ingest(key, directory=directory)
             if is_small and directory is None:
                 # The first one is opened by its path, which reports what is wrong with the store
@@ -189,16 +208,15 @@ class UploadSessions:
         return upload.ingest
 
     async def _check_quota(self, upload: UploadSession) -> None:
-        sessions = self._uploads.values()
-        while (
-            self._quota
-            and sum(session.offset + session.writing for session in sessions) > self._quota
-        ):
+        while self._quota and await self._count_bytes() > self._quota:
             if not await self._abort_idle():
                 await self.abort(upload)
                 message = f"unfinished uploads may have {self._quota} bytes together"
                 headers = {"Retry-After": str(int(IDLE))}
                 raise DistributionError("TOOMANYREQUESTS", message=message, headers=headers)
+
+    async def _count_bytes(self) -> int:
+        return sum(upload.offset + upload.writing for upload in self._uploads.values())
 
     async def check_space(self, upload: UploadSession, size: int) -> None:
         """Check the free space for an announced body; abort the upload if it is too small.
@@ -283,6 +301,11 @@ def _advance(offset: int, count: int, end: int | None) -> int:
     if end is not None and offset + count > end:
         raise build_size_error("the body is longer than Content-Range")
     return offset + count
+
+
+def build_unknown_error(key: str) -> DistributionError:
+    """Return the error of an upload that does not exist, or has ended."""
+    return DistributionError("BLOB_UPLOAD_UNKNOWN", {"upload": key[:100]})
 
 
 def build_size_error(message: str) -> DistributionError:

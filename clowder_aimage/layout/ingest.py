@@ -92,7 +92,7 @@ class FileIngest:
         self._lock = threading.Lock()
         self._hashing = threading.Lock()
         self._syncing = threading.Lock()
-        name = key if expected else f"{key[:80]}.{os.urandom(8).hex()}"
+        name = self._build_name(key)
         # Strings, because thousands of Paths are slow.
         self._path = os.path.join(root, _DIRECTORY, name)
         self._journal = f"{self._path}.journal"
@@ -116,6 +116,13 @@ class FileIngest:
             check_single_writer(root)
             self._fd = self._open()
             size = os.fstat(self._fd).st_size
+        self._continue(size)
+
+    def _build_name(self, key: str) -> str:
+        return key if self._expected else f"{key[:80]}.{os.urandom(8).hex()}"
+
+    def _continue(self, size: int) -> None:
+        """Continue a file of ``size`` bytes by its journal."""
         if self._is_journaled:
             self._ranges = self._read_journal(size)
             self._journal_size = _sum_sizes(self._ranges)
@@ -376,7 +383,7 @@ class FileIngest:
             make_directory(self._root, "blobs", os.path.basename(os.path.dirname(self._final)))
             rename_opened(os.fstat(self._fd), self._path, self._final)
         self._remove_journal()
-        self._close()
+        self.close()
 
     def _remove_journal(self) -> None:
         if self._is_journaled:
@@ -407,7 +414,7 @@ class FileIngest:
         with self._syncing:
             is_resumable = self._is_journaled and Path(self._journal).exists()
             if is_resumable:
-                self._close()
+                self.close()
         if not is_resumable:
             self.abort()
 
@@ -421,9 +428,9 @@ class FileIngest:
             with contextlib.suppress(OSError):
                 Path(self._path).unlink(missing_ok=True)
                 self._remove_journal()
-            self._close()
+            self.close()
 
-    def _close(self) -> None:
+    def close(self) -> None:
         """Close the file, once: its descriptor number may be reused."""
         self._direct.close()
         fd, self._fd = self._fd, -1
