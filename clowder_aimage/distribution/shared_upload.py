@@ -61,10 +61,14 @@ class SharedUploads(UploadSessions):
         return await run_io(remove_shared, self._layout.root, PREFIX, latest, most=1) > 0
 
     async def find(self, repository: str, key: str) -> UploadSession:
-        upload = await self._locate(repository, key)
-        if not upload.lock.locked():
+        while True:
+            upload = await self._locate(repository, key)
+            if upload.lock.locked():
+                return upload
             await self._refresh(upload)
-        return self.get(repository, key)
+            # Another request may have left it to other processes meanwhile
+            if self._uploads.get(key) is upload:
+                return upload
 
     async def _locate(self, repository: str, key: str) -> UploadSession:
         """Return an upload that this process knows, or open one of another process."""
@@ -87,13 +91,17 @@ class SharedUploads(UploadSessions):
 
     @contextlib.asynccontextmanager
     async def hold(self, repository: str, key: str) -> AsyncIterator[UploadSession]:
-        upload = await self._locate(repository, key)
-        async with upload.lock:
-            await self._acquire(upload)
-            try:
-                yield upload
-            finally:
-                self.suspend(upload)
+        while True:
+            upload = await self._locate(repository, key)
+            async with upload.lock:
+                if self._uploads.get(key) is not upload:
+                    continue
+                await self._acquire(upload)
+                try:
+                    yield upload
+                finally:
+                    self.suspend(upload)
+                return
 
     async def _acquire(self, upload: UploadSession) -> None:
         """Lock an upload. Raises BLOB_UPLOAD_UNKNOWN, and TOOMANYREQUESTS after a while."""
