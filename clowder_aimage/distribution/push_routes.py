@@ -24,7 +24,6 @@ from clowder_aimage.distribution.upload_session import (
     build_size_error,
 )
 from clowder_aimage.engine.executor import run_io, run_locking
-from clowder_aimage.http.body_receiver import BodyReceiver
 from clowder_aimage.oci import Digest
 
 # Seconds that a status request waits for the upload's writer
@@ -127,13 +126,11 @@ class PushRoutes:
             return
         if (size := request.content_length or 0) > WRITE_SIZE:
             await self._uploads.check_space(upload, size)
-        body = BodyReceiver(request)
-        with contextlib.closing(body):
-            async with self._uploads.receiving(upload, body, end) as rest:
-                if end is not None and upload.offset + len(rest) != end:
-                    await self._uploads.write(upload, rest, is_small=True)
-                    raise build_size_error("the body is shorter than Content-Range")
-                yield rest
+        async with self._uploads.receiving(upload, request, end) as rest:
+            if end is not None and upload.offset + len(rest) != end:
+                await self._uploads.write(upload, rest, is_small=True)
+                raise build_size_error("the body is shorter than Content-Range")
+            yield rest
 
 
 def _parse_content_range(request: web.Request, upload: UploadSession) -> int | None:

@@ -33,17 +33,14 @@ class ServedLeases:
         self._since = clock()
         self._lease, self._older = layout.lease(), layout.lease()
 
-    def add(self, *digests: Digest, is_kept: bool = False) -> None:
-        """Lease content; check its existence only afterwards. Raises StoreError.
-
-        ``is_kept``: the caller blocks collections (``ImageLayout.keep``).
-        """
+    def add(self, *digests: Digest) -> None:
+        """Lease content; check its existence only afterwards. Raises StoreError."""
         with self._lock:
             if self._clock() - self._since > PERIOD:
                 self._since = self._clock()
                 self._older.close()
                 self._older, self._lease = self._lease, self._layout.lease()
-            self._lease.add(*digests, is_kept=is_kept)
+            self._lease.add(*digests)
 
     def rotate(self) -> None:
         """Release leases older than PERIOD."""
@@ -165,10 +162,10 @@ class ServedBlobs:
     @contextlib.contextmanager
     def adding(self, repository: str, digest: Digest) -> Iterator[None]:
         """Lease a blob that has no name yet, and add it to the repository once it is stored."""
+        self._leases.add(digest)
+        yield
         # A collection removes records of blobs that are not stored
         with self._layout.keep():
-            self._leases.add(digest, is_kept=True)
-            yield
             self._records.add_blob(repository, digest)
 
 

@@ -9,6 +9,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
+from aiohttp import web
+
 from clowder_aimage.content.buffer import new_buffer
 from clowder_aimage.content.store import Ingest
 from clowder_aimage.distribution.error import DistributionError
@@ -25,6 +27,8 @@ PREFIX = "upload-"
 WRITE_SIZE = 1024 * 1024
 # Buffers that are kept for the next upload
 MAX_SPARE = 16
+# Bodies that are taken from their sockets: each needs two more descriptors
+MAX_DIRECT = 32
 # Seconds without a byte after which an upload is aborted
 EXPIRY = 3600.0
 # Each holds a file open
@@ -81,6 +85,7 @@ class UploadSessions:
         self._uploads: dict[str, UploadSession] = {}
         self._beginning = 0
         self._spare: list[memoryview] = []
+        self._direct = 0
         # Open while there are uploads
         self._ingests: IngestDirectory | None = None
 
@@ -135,14 +140,27 @@ class UploadSessions:
 
     @contextlib.asynccontextmanager
     async def receiving(
-        self, upload: UploadSession, body: BodyReceiver, end: int | None = None
+        self, upload: UploadSession, request: web.Request, end: int | None = None
     ) -> AsyncIterator[memoryview]:
-        """Append a body, and yield its last bytes, which are left to the caller.
+        """Append the body of a request, and yield its last bytes, which are left to the caller.
 
         A buffer is written while the next one is filled. Received bytes survive a broken
         connection. Raises DistributionError: SIZE_INVALID if the upload would end after ``end``;
         and the errors of ``write`` and of ``BodyReceiver.fill``.
         """
+        body = BodyReceiver(request, may_bypass=self._direct < MAX_DIRECT)
+        self._direct += body.is_large
+        try:
+            async with self._filling(upload, body, end) as rest:
+                yield rest
+        finally:
+            self._direct -= body.is_large
+            body.close()
+
+    @contextlib.asynccontextmanager
+    async def _filling(
+        self, upload: UploadSession, body: BodyReceiver, end: int | None
+    ) -> AsyncIterator[memoryview]:
         buffers = [self._take_buffer()]
         buffer, offset, writing = buffers[0], upload.offset, None
         try:
@@ -156,12 +174,11 @@ class UploadSessions:
                     buffers.append(self._take_buffer())
                 buffer = buffers[buffer is buffers[0]]
             _advance(offset, count, end)
-        except DistributionError:
-            raise
-        except BaseException:
+        except BaseException as error:
             if writing is not None:
                 await _join(writing)
-            if body.filled:
+            # What exceeds its Content-Range or the quota is not a part of the upload
+            if body.filled and not isinstance(error, DistributionError):
                 await self.write(upload, buffer[: body.filled])
             raise
         if writing is not None:
@@ -261,9 +278,8 @@ class UploadSessions:
     ) -> None:
         ingest = self._open_ingest(upload, is_small=True)
         try:
-            if not upload.offset:
-                # Chosen before the first byte
-                ingest.digest(expected.digest.algorithm)
+            # The algorithm is chosen before the first byte
+            ingest.digest(expected.digest.algorithm)
             if rest:
                 ingest.write_at(upload.offset, rest)
             with adding:

@@ -21,21 +21,21 @@ DIRECT = "received_directly"
 
 
 class BodyReceiver:
-    """The body of a request. ``filled`` bytes of the last buffer are valid, also after an error."""
+    """The body of a request. ``filled`` bytes of the last buffer are valid, also after an error.
 
-    def __init__(self, request: web.Request) -> None:
+    A large one that ``may_bypass`` the parser is taken from the socket, for which it has a further
+    descriptor.
+    """
+
+    def __init__(self, request: web.Request, *, may_bypass: bool) -> None:
         self.filled = 0
+        self.is_large = may_bypass and (request.content_length or 0) >= DIRECT_SIZE
         self._request, self._pace = request, ClientPace()
         self._is_begun = False
         # What did not fit into the last buffer
         self._rest = memoryview(b"")
         self._socket: socket.socket | None = None
         self._remaining = 0
-
-    @property
-    def is_large(self) -> bool:
-        """Return True if the body is announced to have at least DIRECT_SIZE bytes."""
-        return (self._request.content_length or 0) >= DIRECT_SIZE
 
     async def fill(self, buffer: memoryview) -> int:
         """Fill a buffer, and return the number of bytes; only the end of the body leaves space.

@@ -90,10 +90,9 @@ class _Leases(FileLease):
         present = [root for root in roots if root == roots[0] or root.is_dir()]
         self._leases = [FileLease(root, digests) for root in present]
 
-    def add(self, *digests: Digest, is_kept: bool = False) -> None:
-        # The collection lock of a caller is that of the first store
-        for position, lease in enumerate(self._leases):
-            lease.add(*digests, is_kept=is_kept and not position)
+    def add(self, *digests: Digest) -> None:
+        for lease in self._leases:
+            lease.add(*digests)
 
     def close(self) -> None:
         for lease in self._leases:

@@ -51,22 +51,16 @@ class FileLease(Lease):
         self._lock = threading.Lock()
         self.add(*digests)
 
-    def add(self, *digests: Digest, is_kept: bool = False) -> None:
-        """Add digests. Check their existence only afterwards. Raises StoreError.
-
-        ``is_kept``: the caller holds the collection lock.
-        """
+    def add(self, *digests: Digest) -> None:
+        """Add digests. Check their existence only afterwards. Raises StoreError."""
         with self._lock:
-            self._add(set(digests) - self._held, is_kept=is_kept)
+            self._add(set(digests) - self._held)
 
-    def _add(self, new: set[Digest], *, is_kept: bool) -> None:
+    def _add(self, new: set[Digest]) -> None:
         if not new:
             return
-        keeping = (
-            contextlib.nullcontext() if is_kept else hold_lock(self._root, COLLECTION, shared=True)
-        )
         try:
-            with keeping, translate_store_errors(self._root):
+            with hold_lock(self._root, COLLECTION, shared=True), translate_store_errors(self._root):
                 if self._fd < 0:
                     make_directory(self._root, PRIVATE, _DIRECTORY)
                     self._fd = open_shared(self._path)

@@ -90,7 +90,7 @@ def test_missing_store_is_not_created_by_reads(
 def test_store_that_is_a_file_fails(tmp_path: Path, serve_layout: Callable[..., Server]) -> None:
     (tmp_path / "file").write_text("not a store")
     server = serve_layout(tmp_path / "file")
-    answer = server.ask("POST", "/v2/a/blobs/uploads/")
+    answer = server.ask("PATCH", server.begin(), data=b"first bytes")
     assert answer.status_code == 503
     assert "not a directory" not in answer.text  # local paths are only in the log
     assert "is not a directory" in server.stop()[1]
