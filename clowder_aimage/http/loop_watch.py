@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 import time
 from collections.abc import Callable, Coroutine, Generator
 from typing import Any, TypeVar
@@ -23,6 +24,15 @@ _T = TypeVar("_T")
 _log = logging.getLogger("aimage.loop")
 
 
+class _Reading(threading.local):
+    """When the CPU time of a thread was read last, and the seconds that it had used."""
+
+    last = (-math.inf, 0.0)
+
+
+_reading = _Reading()
+
+
 class WatchedCoroutine(Coroutine[Any, Any, _T]):
     """A coroutine whose steps are measured.
 
@@ -32,8 +42,6 @@ class WatchedCoroutine(Coroutine[Any, Any, _T]):
     def __init__(self, coroutine: Coroutine[Any, Any, _T], work: str) -> None:
         self._coroutine, self._work = coroutine, work
         self.__name__ = self.__qualname__ = work
-        # A time, and the CPU time of the thread then
-        self._read, self._used = -math.inf, 0.0
 
     def send(self, value: Any) -> Any:
         return self._step(self._coroutine.send, value)
@@ -62,18 +70,19 @@ class WatchedCoroutine(Coroutine[Any, Any, _T]):
 
     def _step(self, step: Callable[..., Any], *arguments: Any) -> Any:
         began = time.perf_counter()
-        if began - self._read > _STALE:
-            self._read, self._used = began, time.thread_time()
+        last = _reading.last
+        if began - last[0] > _STALE:
+            last = _reading.last = began, time.thread_time()
         try:
             return step(*arguments)
         finally:
             if time.perf_counter() - began > BLOCKED:
-                self._report(began)
+                self._report(began, *last)
 
-    def _report(self, began: float) -> None:
+    def _report(self, began: float, read: float, used: float) -> None:
         """Log a step that took long, unless it did not compute."""
         # Other work of this thread since the reading took at most all the time until the step
-        seconds = time.thread_time() - self._used - (began - self._read)
+        seconds = time.thread_time() - used - (began - read)
         if seconds > BLOCKED:
             facts = {"work": self._work, "seconds": round(seconds, 3), "limit": BLOCKED}
             _log.warning("the event loop was blocked", extra=facts)
