@@ -40,14 +40,19 @@ class SharedUploads(UploadSessions):
         return len(list_shared(self._layout.root, PREFIX))
 
     async def begin(self, repository: str) -> UploadSession:
-        while await run_io(self.__len__) >= MAX_UPLOADS:
+        key, timestamp = secrets.token_hex(16) + _compute_suffix(repository), self._clock()
+        while (ingest := await run_locking(self._create, key)) is None:
             if not await self._abort_idle():
                 raise DistributionError("TOOMANYREQUESTS", headers={"Retry-After": "10"})
-        key, timestamp = secrets.token_hex(16) + _compute_suffix(repository), self._clock()
-        ingest = await run_locking(SharedIngest, self._layout.root, PREFIX + key, is_new=True)
         upload = UploadSession(key, repository, timestamp, timestamp, ingest)
         self._uploads[key] = upload
         return upload
+
+    def _create(self, key: str) -> SharedIngest | None:
+        """Create the ingest of an upload; return None if there are too many."""
+        if len(self) >= MAX_UPLOADS:
+            return None
+        return SharedIngest(self._layout.root, PREFIX + key, is_new=True)
 
     def suspend(self, upload: UploadSession) -> None:
         ingest = _get_ingest(upload)
