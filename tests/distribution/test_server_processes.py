@@ -19,7 +19,8 @@ from clowder_aimage.distribution.error import DistributionError
 from clowder_aimage.distribution.shared_upload import SharedUploads
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Digest
-from tests.distribution.served import Server, digest_of, error_of
+from tests.distribution.served import REPOSITORY_ROOT, Server, digest_of, error_of
+from tests.process import run
 from tests.wait import until
 
 BLOB = os.urandom(5_000_000)
@@ -142,6 +143,31 @@ def test_processes_end_when_the_first_is_killed(members: Members) -> None:
         return not any(Path(f"/proc/{pid}").exists() for pid in members.pids)
 
     until(have_ended, "the end of the others")
+
+
+@pytest.mark.integration
+def test_a_process_that_ends_before_it_is_ready_ends_all(tmp_path: Path) -> None:
+    """The others end, and the error has the status."""
+    program = """
+import os, select, sys
+from clowder_aimage.errors import AccessError
+from clowder_aimage.http.process_group import ProcessGroup
+def work(member):
+    try:
+        open(sys.argv[1], "x").close()
+    except FileExistsError:
+        member.report_ready()
+        select.select([member.parent], [], [])
+    os._exit(3)
+try:
+    ProcessGroup(3, work).run(lambda: print("never"))
+except AccessError as error:
+    print(error)
+"""
+    done = run([sys.executable, "-c", program, tmp_path / "first"], cwd=REPOSITORY_ROOT, check=True)
+    assert done.stdout.decode().strip() == (
+        "a process of the server ended at its start, with status 3"
+    )
 
 
 @pytest.fixture
