@@ -59,9 +59,23 @@ class ProcessGroup:
         for end in (self._signals, self._waker):
             end.setblocking(False)
         # A signal wakes the loop; its handler does nothing
-        signal.set_wakeup_fd(self._waker.fileno())
-        for number in (*_STOPS, _RELOAD, signal.SIGCHLD):
-            signal.signal(number, lambda *_: None)
+        waker = signal.set_wakeup_fd(self._waker.fileno())
+        numbers = (*_STOPS, _RELOAD, signal.SIGCHLD)
+        handlers = {number: signal.signal(number, lambda *_: None) for number in numbers}
+        try:
+            self._run(on_ready)
+        finally:
+            signal.set_wakeup_fd(waker)
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+            for descriptor in (self._parent, self._alive, self._reports, self._reporting):
+                os.close(descriptor)
+            self._signals.close()
+            self._waker.close()
+        if self._failure:
+            raise AccessError(self._failure)
+
+    def _run(self, on_ready: Callable[[], object]) -> None:
         self._due = [0.0] * self._count
         is_ready = False
         while self._running or (self._due and not self._is_stopping):
@@ -72,8 +86,6 @@ class ProcessGroup:
                 is_ready = True
                 systemd.notify("READY=1")
                 on_ready()
-        if self._failure:
-            raise AccessError(self._failure)
 
     def _start(self) -> None:
         """Begin the processes that are due."""
