@@ -21,11 +21,13 @@ EXCEPTIONS = {
     "content/file_system.py": "O_CREAT with O_EXCL: an empty file, to test locks",
     "layout/lock.py": "O_CREAT with O_NOFOLLOW, in .aimage of a store, which only its users write",
     "layout/ingest_directory.py": "O_CREAT with O_EXCL, there",
+    "layout/shared_ingest.py": "O_CREAT with O_EXCL, there",
     "layout/ingest.py": "O_CREAT with O_EXCL or O_NOFOLLOW, there; renames by rename_opened",
     "model/llama/gguf_layers.py": "links in a new directory of mode 0700, removed after the load",
     "model/llama/temporary_directory.py": "a new directory of mode 0700, removed with its context",
     "model/llama/server.py": "a log and a socket in a new directory of mode 0700, removed",
     "cli/verbs/batch.py": "adds lines to the file of results, which the user names",
+    "cli/verbs/registry.py": "a new directory of mode 0700 for metrics, removed at the end",
     "cli/verbs/serve.py": "mkdtemp: creates an empty directory and removes it",
 }
 

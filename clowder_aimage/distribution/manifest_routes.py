@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Iterator
 
 from aiohttp import web
 
@@ -20,6 +21,7 @@ from clowder_aimage.errors import FormatError, NotFoundError
 from clowder_aimage.http.body_stream import read_chunks
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.layout import index_name
+from clowder_aimage.layout.lock import hold_lock
 from clowder_aimage.oci import (
     MAX_MANIFEST_SIZE,
     Descriptor,
@@ -39,6 +41,8 @@ _ELSEWHERE = (
     "application/vnd.oci.image.layer.nondistributable.",
     "application/vnd.docker.image.rootfs.foreign.",
 )
+# The lock of registries that change names
+_NAMES = "registry.lock"
 # Missing blobs listed in one response
 MAX_LISTED = 100
 # Limit of the tags that one PUT sets
@@ -57,7 +61,6 @@ class ManifestRoutes:
     ) -> None:
         self._layout, self._catalog = layout, catalog
         self._blobs, self._cache = blobs, cache
-        # Held from reading names until they are changed
         self._names_lock = threading.Lock()
 
     async def get(self, request: web.Request) -> web.StreamResponse:
@@ -99,6 +102,12 @@ class ManifestRoutes:
             headers["OCI-Subject"] = str(subject.digest)
         return web.Response(status=201, headers=headers)
 
+    @contextlib.contextmanager
+    def _changing_names(self) -> Iterator[None]:
+        """Exclude others, from reading names until they are changed: threads, then processes."""
+        with self._names_lock, hold_lock(self._layout.root, _NAMES):
+            yield
+
     def _store(
         self, raw: bytes, media_type: str, names: list[Reference]
     ) -> tuple[Digest, Descriptor | None]:
@@ -110,7 +119,7 @@ class ManifestRoutes:
             raise _build_invalid_error(error.message) from None
         descriptor = Descriptor(document.media_type, digest, len(raw))
         # The children are leased until the manifest has its names
-        with self._layout.keep(), self._names_lock:
+        with self._layout.keep(), self._changing_names():
             self._check_children(names[0].repository, document)
             self._layout.push(descriptor, build_bytes_body(raw))
             self._catalog.records.add_repository(names[0].repository)
@@ -143,7 +152,7 @@ class ManifestRoutes:
 
     def _delete(self, reference: Reference) -> None:
         repository, records = reference.repository, self._catalog.records
-        with self._names_lock:
+        with self._changing_names():
             entries = self._catalog.find_entries(reference)
             removed = {entry.name: entry.descriptor.digest for entry in entries}
             self._check_names(set(removed))

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from functools import partial
 
 from aiohttp.hdrs import METH_ALL
-from prometheus_client import Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.multiprocess import MultiProcessCollector
 
 from clowder_aimage.engine.metric import new_registry
 from clowder_aimage.http.route import Exchange
@@ -15,10 +16,15 @@ _BUCKETS = (0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 10, 60, 300)
 
 
 class RegistryMetrics:
-    """Requests and their bytes; ``uploads`` returns the number of uploads in progress."""
+    """Requests and their bytes; ``uploads`` returns the number of uploads in progress.
 
-    def __init__(self, uploads: Callable[[], float]) -> None:
+    Of ``several`` processes, each has the sums of all, by files of prometheus_client in the
+    directory that PROMETHEUS_MULTIPROC_DIR names.
+    """
+
+    def __init__(self, uploads: Callable[[], float], *, several: bool = False) -> None:
         self.registry = new_registry()
+        self._uploads, self._several = uploads, several
         counter = partial(Counter, registry=self.registry)
         name = "aimage_registry"
         labels = ["method", "route"]
@@ -34,7 +40,13 @@ class RegistryMetrics:
         for direction in ("received", "sent"):
             self._bytes.labels(direction)
         text = "Uploads in progress."
-        Gauge(f"{name}_uploads", text, registry=self.registry).set_function(uploads)
+        self._count = Gauge(
+            # It counts those of all processes
+            f"{name}_uploads",
+            text,
+            registry=self.registry,
+            multiprocess_mode="mostrecent",
+        )
 
     def count(self, exchange: Exchange) -> None:
         """Count a completed request."""
@@ -46,4 +58,9 @@ class RegistryMetrics:
 
     def format_text(self) -> bytes:
         """Format all metrics in Prometheus' text format."""
-        return generate_latest(self.registry)
+        self._count.set(self._uploads())
+        if not self._several:
+            return generate_latest(self.registry)
+        registry = CollectorRegistry()
+        MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
+        return generate_latest(registry)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
 
 from aiohttp import web
 
@@ -15,13 +17,15 @@ from clowder_aimage.distribution.repository_name import (
     read_repository,
 )
 from clowder_aimage.distribution.served_blobs import MEDIA_TYPE, ServedBlobs
-from clowder_aimage.distribution.upload_session import UploadSession, UploadSessions
+from clowder_aimage.distribution.upload_session import (
+    WRITE_SIZE,
+    UploadSession,
+    UploadSessions,
+    build_size_error,
+)
 from clowder_aimage.engine.executor import run_io, run_locking
-from clowder_aimage.http.body_stream import read_chunks
 from clowder_aimage.oci import Digest
 
-# Bytes written and hashed at a time
-WRITE_SIZE = 1024 * 1024
 # Seconds that a status request waits for the upload's writer
 SETTLE = 0.1
 ALGORITHMS = ("sha256", "sha512")
@@ -60,35 +64,34 @@ class PushRoutes:
             single = None
         upload = await self._uploads.begin(repository)
         if single is None:
+            self._uploads.suspend(upload)
             return _accept(upload)
         try:
-            await self._receive(request, upload)
-            await self._keep(upload, single)
+            await self._finish(request, upload, single)
         finally:
             await self._uploads.abort(upload)
         return _respond_created(repository, single)
 
     async def append(self, request: web.Request) -> web.StreamResponse:
         """Answer PATCH <location>: one more chunk, in order ("Pushing a blob in chunks")."""
-        upload = self._upload(request)
-        async with upload.lock:
-            await self._receive(request, upload)
+        async with self._holding(request) as upload, self._receiving(request, upload) as rest:
+            if rest:
+                await self._uploads.write(upload, rest, is_small=True)
         return _accept(upload)
 
     async def finish(self, request: web.Request) -> web.StreamResponse:
         """Answer PUT <location>?digest=<digest>: the last chunk, if any, and the end."""
-        upload = self._upload(request)
-        if "digest" not in request.query:
-            raise DistributionError("DIGEST_INVALID", message="PUT of an upload requires ?digest=")
-        digest = parse_digest(request.query["digest"])
-        async with upload.lock:
-            await self._receive(request, upload)
-            await self._keep(upload, digest)
+        async with self._holding(request) as upload:
+            if "digest" not in request.query:
+                message = "PUT of an upload requires ?digest="
+                raise DistributionError("DIGEST_INVALID", message=message)
+            digest = parse_digest(request.query["digest"])
+            await self._finish(request, upload, digest)
         return _respond_created(upload.repository, digest)
 
     async def get_status(self, request: web.Request) -> web.StreamResponse:
         """Answer GET <location>: the range of received bytes; a broken upload resumes after it."""
-        upload = self._upload(request)
+        upload = await self._find(request)
         # Bytes of a broken request may still be written
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(SETTLE), upload.lock:
@@ -97,38 +100,37 @@ class PushRoutes:
 
     async def cancel(self, request: web.Request) -> web.StreamResponse:
         """Answer DELETE <location>: abort the upload."""
-        upload = self._upload(request)
-        async with upload.lock:
+        async with self._holding(request) as upload:
             await self._uploads.abort(upload)
         return web.Response(status=204)
 
-    def _upload(self, request: web.Request) -> UploadSession:
-        return self._uploads.get(read_repository(request), request.match_info["upload"])
+    async def _find(self, request: web.Request) -> UploadSession:
+        return await self._uploads.find(read_repository(request), request.match_info["upload"])
 
-    async def _keep(self, upload: UploadSession, digest: Digest) -> None:
-        await run_locking(self._blobs.expect, digest)
-        await self._uploads.commit(upload, digest, MEDIA_TYPE)
-        await run_locking(self._blobs.put, upload.repository, digest)
+    def _holding(self, request: web.Request) -> AbstractAsyncContextManager[UploadSession]:
+        return self._uploads.hold(read_repository(request), request.match_info["upload"])
 
-    async def _receive(self, request: web.Request, upload: UploadSession) -> None:
-        """Write the body to the upload; received bytes survive a broken connection."""
+    async def _finish(self, request: web.Request, upload: UploadSession, digest: Digest) -> None:
+        async with self._receiving(request, upload) as rest:
+            adding = self._blobs.adding(upload.repository, digest)
+            await self._uploads.commit(upload, digest, MEDIA_TYPE, rest, adding)
+
+    @contextlib.asynccontextmanager
+    async def _receiving(
+        self, request: web.Request, upload: UploadSession
+    ) -> AsyncIterator[memoryview]:
+        """Write the body to the upload, and yield its last bytes, which are left to the caller."""
         end = _parse_content_range(request, upload)
+        if not request.body_exists:
+            yield memoryview(b"")
+            return
         if (size := request.content_length or 0) > WRITE_SIZE:
             await self._uploads.check_space(upload, size)
-        buffer = bytearray()
-        try:
-            async for chunk in read_chunks(request):
-                if end is not None and upload.offset + len(buffer) + len(chunk) > end:
-                    raise _build_size_error("the body is longer than Content-Range")
-                buffer += chunk
-                if len(buffer) >= WRITE_SIZE:
-                    full, buffer = buffer, bytearray()
-                    await self._uploads.write(upload, full)
-        finally:
-            if buffer:
-                await self._uploads.write(upload, buffer)
-        if end is not None and upload.offset != end:
-            raise _build_size_error("the body is shorter than Content-Range")
+        async with self._uploads.receiving(upload, request, end) as rest:
+            if end is not None and upload.offset + len(rest) != end:
+                await self._uploads.write(upload, rest, is_small=True)
+                raise build_size_error("the body is shorter than Content-Range")
+            yield rest
 
 
 def _parse_content_range(request: web.Request, upload: UploadSession) -> int | None:
@@ -149,14 +151,10 @@ def _parse_content_range(request: web.Request, upload: UploadSession) -> int | N
         headers = _build_headers(upload)
         raise DistributionError("BLOB_UPLOAD_INVALID", message=message, status=416, headers=headers)
     if request.content_length is not None and end - start != request.content_length:
-        raise _build_size_error(
+        raise build_size_error(
             f"Content-Range {text} does not match Content-Length {request.content_length}"
         )
     return end
-
-
-def _build_size_error(message: str) -> DistributionError:
-    return DistributionError("SIZE_INVALID", message=message)
 
 
 def _build_headers(upload: UploadSession) -> dict[str, str]:

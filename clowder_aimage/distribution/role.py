@@ -20,6 +20,7 @@ from clowder_aimage.distribution.manifest_routes import ManifestRoutes
 from clowder_aimage.distribution.metric import RegistryMetrics
 from clowder_aimage.distribution.push_routes import PushRoutes
 from clowder_aimage.distribution.served_blobs import ServedBlobs, ServedLeases
+from clowder_aimage.distribution.shared_upload import SharedUploads
 from clowder_aimage.distribution.upload_session import EXPIRY, UploadSessions
 from clowder_aimage.engine.endpoint import Endpoint
 from clowder_aimage.engine.executor import run_locking
@@ -29,6 +30,7 @@ from clowder_aimage.http.api_error import OCI
 from clowder_aimage.http.background import run_in_background
 from clowder_aimage.http.listening_socket import listen, listen_tcp_only
 from clowder_aimage.http.metrics_role import MetricsRole
+from clowder_aimage.http.process_group import Member, ProcessGroup
 from clowder_aimage.http.route import ADMIN, NODE, READ, WRITE, Exchange, Handler, Role, Route
 from clowder_aimage.http.server import serve as serve_roles
 from clowder_aimage.layout import ImageLayout
@@ -46,7 +48,10 @@ _UPLOAD = _NAME + "/blobs/uploads/{upload}"
 
 
 class RegistryRole(Role):
-    """The layout as a registry; with an ``upstream``, as a cache of it."""
+    """The layout as a registry; with an ``upstream``, as a cache of it.
+
+    It is one of ``several`` processes that continue the uploads of each other.
+    """
 
     def __init__(
         self,
@@ -55,12 +60,14 @@ class RegistryRole(Role):
         readonly: bool = False,
         upload_quota: int = 0,
         upstream: UpstreamRegistry | None = None,
+        several: bool = False,
     ) -> None:
         self._refusal = "this registry is read-only" if readonly else ""
         if upstream is not None:
             self._refusal = f"this registry is a cache of {upstream.name}: push to {upstream.host}"
-        self._uploads = UploadSessions(layout, time.monotonic, EXPIRY, upload_quota)
-        self.metrics = RegistryMetrics(self._uploads.__len__)
+        uploads = SharedUploads if several else UploadSessions
+        self._uploads = uploads(layout, time.monotonic, EXPIRY, upload_quota)
+        self.metrics = RegistryMetrics(self._uploads.__len__, several=several)
         self._leases = ServedLeases(layout, time.monotonic)
         catalog = Catalog(layout, upstream.name if upstream else "")
         self._records = catalog.records
@@ -166,6 +173,7 @@ def serve(
     upload_quota: int = 0,
     upstream: UpstreamRegistry | None = None,
     metrics_address: str | None = None,
+    processes: int = 1,
     on_ready: Callable[[str], object],
 ) -> None:
     """Serve ``layout`` on ``address`` (host:port) until SIGINT or SIGTERM.
@@ -173,7 +181,8 @@ def serve(
     Clients must send one of ``tokens`` if there are any; their scopes are read, write or admin.
     Unfinished uploads have at most ``upload_quota`` bytes together (0: any). With an ``upstream``
     the server is a cache of it.
-    The metrics are also served at ``metrics_address``, without a token.
+    The metrics are also served at ``metrics_address``, without a token. With more than one of
+    ``processes``, PROMETHEUS_MULTIPROC_DIR must name a directory for their metrics.
     ``on_ready`` is called with the URL once connections are accepted; port 0 selects a free port.
     Raises UsageError: the address is malformed, or public without a token; AccessError.
     """
@@ -187,27 +196,39 @@ def serve(
         )
     with contextlib.ExitStack() as stack:
         listeners = stack.enter_context(contextlib.closing(listen(address, has_tokens=True)))
-        role, metrics = (
-            RegistryRole(layout, readonly=readonly, upload_quota=upload_quota, upstream=upstream),
-            None,
-        )
+        separate = None
         if metrics_address:
-            metrics_listeners = stack.enter_context(
-                contextlib.closing(listen_tcp_only(metrics_address))
+            separate = stack.enter_context(contextlib.closing(listen_tcp_only(metrics_address)))
+
+        def work(report: Callable[[], object], member: Member | None = None) -> None:
+            role = RegistryRole(
+                layout,
+                readonly=readonly,
+                upload_quota=upload_quota,
+                upstream=upstream,
+                several=member is not None,
             )
-            metrics = metrics_listeners, MetricsRole(role.metrics.format_text)
-        serve_roles(
-            listeners,
-            role,
-            separate=metrics,
-            tokens=tokens,
-            interface=OCI,
-            on_ready=lambda urls: on_ready(urls[0]),
-            # A body is stored as it was sent: content codings are not decoded
-            auto_decompress=False,
-            # Bytes of a broken upload are still written
-            handler_cancellation=False,
-            read_bufsize=READ_BUFFER,
-            # Applied twice: before and after requests are cancelled
-            shutdown_timeout=GRACE / 2,
-        )
+            metrics = separate and MetricsRole(role.metrics.format_text)
+            serve_roles(
+                listeners,
+                role,
+                separate=(separate, metrics) if separate and metrics else None,
+                tokens=tokens,
+                interface=OCI,
+                on_ready=lambda _: report(),
+                member=member,
+                # A body is stored as it was sent: content codings are not decoded
+                auto_decompress=False,
+                # Bytes of a broken upload are still written
+                handler_cancellation=False,
+                read_bufsize=READ_BUFFER,
+                # Applied twice: before and after requests are cancelled
+                shutdown_timeout=GRACE / 2,
+            )
+
+        url = listeners.urls[0]
+        if processes > 1:
+            group = ProcessGroup(processes, lambda member: work(member.report_ready, member))
+            group.run(lambda: on_ready(url))
+        else:
+            work(lambda: on_ready(url))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import BinaryIO
 
 from clowder_aimage.distribution.catalog import Catalog
@@ -132,9 +132,8 @@ class ServedBlobs:
         with contextlib.suppress(DistributionError):
             self._open(digest).close()
             if self._is_in_any(digest) if source is None else self._is_in(source, digest):
-                self._leases.add(digest)
-                self._open(digest).close()
-                self.put(repository, digest)
+                with self.adding(repository, digest):
+                    self._open(digest).close()
                 return True
         return False
 
@@ -160,8 +159,11 @@ class ServedBlobs:
         """Lease content that will arrive before it has a name."""
         self._leases.add(*digests)
 
-    def put(self, repository: str, digest: Digest) -> None:
-        """Add a stored blob to the repository."""
+    @contextlib.contextmanager
+    def adding(self, repository: str, digest: Digest) -> Iterator[None]:
+        """Lease a blob that has no name yet, and add it to the repository once it is stored."""
+        self._leases.add(digest)
+        yield
         # A collection removes records of blobs that are not stored
         with self._layout.keep():
             self._records.add_blob(repository, digest)

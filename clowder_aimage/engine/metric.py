@@ -38,7 +38,14 @@ def new_registry() -> CollectorRegistry:
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     PlatformCollector(registry=registry)
-    version = Gauge("aimage_build_info", "The installed version.", ["version"], registry=registry)
+    version = Gauge(
+        "aimage_build_info",
+        "The installed version.",
+        ["version"],
+        registry=registry,
+        # One for all processes of a server
+        multiprocess_mode="max",
+    )
     version.labels(__version__).set(1)
     return registry
 

@@ -27,6 +27,7 @@ from clowder_aimage.http import PRODUCT
 from clowder_aimage.http import api_error as errors
 from clowder_aimage.http.access import LOOPBACK_HOSTS, check_host, check_scope
 from clowder_aimage.http.api_error import ADVICE, INTERFACE, OCI, OPENAI, ApiError, find_interface
+from clowder_aimage.http.body_receiver import DIRECT
 from clowder_aimage.http.body_stream import build_size_error, check_coding, check_type
 from clowder_aimage.http.caller import identify_caller, identify_owner
 from clowder_aimage.http.caller_ledger import CallerLedger
@@ -170,7 +171,9 @@ def _get_stated_id(request: Request) -> str:
 
 
 def _count_received(request: Request) -> int:
-    return request.content.total_bytes if isinstance(request, web.Request) else 0
+    if not isinstance(request, web.Request):
+        return 0
+    return request.content.total_bytes + int(request.get(DIRECT, 0))
 
 
 async def _trace(
@@ -384,5 +387,9 @@ async def _set_common_headers(request: web.Request, response: web.StreamResponse
         response.headers["Access-Control-Expose-Headers"] = _EXPOSED
         response.headers["Vary"] = "Origin"
     add_recorded_headers(request, response)
+    if DIRECT in request:
+        # The parser expects the bytes of the body that it has not seen
+        response.force_close()
+        response.headers["Connection"] = "close"
     if "id" in request:
         response.headers["X-Request-Id"] = _get_stated_id(request) or request["id"]

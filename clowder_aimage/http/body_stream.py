@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 from aiohttp import web
 
@@ -18,6 +18,7 @@ MIN_SPEED = 1024
 SEND_CHUNK = 4 * 1024 * 1024
 # Seconds: a slower client would occupy a file and a connection indefinitely
 SEND_TIMEOUT = 300.0
+_T = TypeVar("_T")
 _TYPES = ("", "application/json", "application/x-www-form-urlencoded", "multipart/form-data")
 
 
@@ -49,26 +50,38 @@ def build_size_error() -> ApiError:
     return ApiError(413, "the request body is too large", code="too_large")
 
 
-async def read_chunks(request: web.Request) -> AsyncIterator[bytes]:
-    """Yield the body as it arrives. Raises ApiError (408) if nothing arrives or it is too slow."""
-    clock = asyncio.get_running_loop().time
-    waited, count = 0.0, 0
-    while True:
-        began = clock()
+class ClientPace:
+    """The time that a client takes to send a body, without that of the local disk."""
+
+    def __init__(self) -> None:
+        self._clock = asyncio.get_running_loop().time
+        self._waited, self._count = 0.0, 0
+
+    async def wait(self, arriving: Awaitable[_T]) -> _T:
+        """Return what arrives. Raises ApiError (408) if nothing does."""
+        began = self._clock()
         try:
             async with asyncio.timeout(READ_TIMEOUT):
-                chunk = await request.content.readany()
+                return await arriving
         except TimeoutError:
             raise _build_timeout_error(f"no data received for {READ_TIMEOUT:.0f} seconds") from None
-        if not chunk:
-            return
-        # Time spent on the client, not on the local disk
-        waited += clock() - began
-        count += len(chunk)
-        if waited > READ_TIMEOUT:
-            if count < MIN_SPEED * READ_TIMEOUT:
+        finally:
+            self._waited += self._clock() - began
+
+    def count(self, size: int) -> None:
+        """Count bytes that arrived. Raises ApiError (408) if they are too few for the time."""
+        self._count += size
+        if self._waited > READ_TIMEOUT:
+            if self._count < MIN_SPEED * READ_TIMEOUT:
                 raise _build_timeout_error(f"received less than {MIN_SPEED} bytes per second")
-            waited, count = 0.0, 0
+            self._waited, self._count = 0.0, 0
+
+
+async def read_chunks(request: web.Request) -> AsyncIterator[bytes]:
+    """Yield the body as it arrives. Raises ApiError (408) if nothing arrives or it is too slow."""
+    pace = ClientPace()
+    while chunk := await pace.wait(request.content.readany()):
+        pace.count(len(chunk))
         yield chunk
 
 

@@ -41,15 +41,16 @@ def redact(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[s
 
 
 def _clean(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {_clean(key): _clean(nested) for key, nested in value.items()}
-    if isinstance(value, list | tuple):
-        return [_clean(nested) for nested in value]
     if not isinstance(value, str):
-        return value
+        if isinstance(value, Mapping):
+            return {_clean(key): _clean(nested) for key, nested in value.items()}
+        return [_clean(nested) for nested in value] if isinstance(value, list | tuple) else value
     text = value if len(value) <= _MAX_TEXT else f"{value[:_MAX_TEXT]}..."
-    text = _CREDENTIALS.sub(r"\1\2***", text)
-    if text.isprintable():
+    is_printable = text.isprintable()
+    # All credentials follow a colon or a space
+    if not is_printable or ":" in text or " " in text:
+        text = _CREDENTIALS.sub(r"\1\2***", text)
+    if is_printable:
         return text
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+import threading
 import time
 from collections.abc import Callable, Coroutine, Generator
 from typing import Any, TypeVar
@@ -14,9 +16,21 @@ from clowder_aimage.http.log import name_method
 
 # Seconds of CPU time between two points at which other tasks run
 BLOCKED = 0.05
+# Seconds after which the CPU time of the thread is read again. That is a call of the system, unlike
+# reading the clock.
+_STALE = 0.005
 _T = TypeVar("_T")
 
 _log = logging.getLogger("aimage.loop")
+
+
+class _Reading(threading.local):
+    """When the CPU time of a thread was read last, and the seconds that it had used."""
+
+    last = (-math.inf, 0.0)
+
+
+_reading = _Reading()
 
 
 class WatchedCoroutine(Coroutine[Any, Any, _T]):
@@ -55,13 +69,23 @@ class WatchedCoroutine(Coroutine[Any, Any, _T]):
                 step, sent = self.throw, error
 
     def _step(self, step: Callable[..., Any], *arguments: Any) -> Any:
-        began = time.thread_time()
+        began = time.perf_counter()
+        last = _reading.last
+        if began - last[0] > _STALE:
+            last = _reading.last = began, time.thread_time()
         try:
             return step(*arguments)
         finally:
-            if (seconds := time.thread_time() - began) > BLOCKED:
-                facts = {"work": self._work, "seconds": round(seconds, 3), "limit": BLOCKED}
-                _log.warning("the event loop was blocked", extra=facts)
+            if time.perf_counter() - began > BLOCKED:
+                self._report(began, *last)
+
+    def _report(self, began: float, read: float, used: float) -> None:
+        """Log a step that took long, unless it did not compute."""
+        # Other work of this thread since the reading took at most all the time until the step
+        seconds = time.thread_time() - used - (began - read)
+        if seconds > BLOCKED:
+            facts = {"work": self._work, "seconds": round(seconds, 3), "limit": BLOCKED}
+            _log.warning("the event loop was blocked", extra=facts)
 
 
 @web.middleware

@@ -19,6 +19,7 @@ from clowder_aimage.http.app import build_app
 from clowder_aimage.http.background import run_in_background
 from clowder_aimage.http.connection import Connection, ConnectionLimit, IdleTimeout
 from clowder_aimage.http.listening_socket import BACKLOG, Listeners
+from clowder_aimage.http.process_group import Member
 from clowder_aimage.http.route import Role
 from clowder_aimage.layout.lock import ON_WAIT
 
@@ -71,6 +72,16 @@ class Signals:
             loop.add_signal_handler(number, self.receive)
         loop.add_signal_handler(signal.SIGHUP, self.reload.set)
 
+    def watch_parent(self, parent: int) -> None:
+        """Request a shutdown once ``parent`` is readable."""
+        loop = asyncio.get_running_loop()
+
+        def receive_end() -> None:
+            loop.remove_reader(parent)
+            self.receive()
+
+        loop.add_reader(parent, receive_end)
+
     def receive(self) -> None:
         """Record a shutdown request."""
         (self.second if self.first.is_set() else self.first).set()
@@ -86,6 +97,7 @@ def serve(
     separate: tuple[Listeners, Role] | None = None,
     advice: Callable[[AImageError], str | None] | None = None,
     on_ready: Callable[[list[str]], object],
+    member: Member | None = None,
     **options: Any,
 ) -> None:
     """Serve the ``roles`` until SIGINT or SIGTERM.
@@ -104,6 +116,7 @@ def serve(
         separate: Further sockets, with a role of their own that requires no tokens.
         on_ready: Called with the URLs (``unix://PATH`` for a socket) once connections are accepted;
             the server may become ready later.
+        member: The place of this process in a group, which shares the listeners.
         options: Further arguments of aiohttp's AppRunner.
     """
     loop = asyncio.new_event_loop()
@@ -116,7 +129,7 @@ def serve(
             origins=origins,
             advice=advice,
         )
-        work = _run(app, listeners, roles, separate, grace, on_ready, options)
+        work = _run(app, listeners, roles, separate, grace, on_ready, member, options)
         loop.run_until_complete(work)
         loop.run_until_complete(loop.shutdown_asyncgens())
     finally:
@@ -134,10 +147,13 @@ async def _run(
     separate: tuple[Listeners, Role] | None,
     grace: float,
     on_ready: Callable[[list[str]], object],
+    member: Member | None,
     options: Mapping[str, Any],
 ) -> None:
     signals = Signals()
     signals.watch()
+    if member is not None:
+        signals.watch_parent(member.parent)
     # In a server, waits for locks and warnings are logged, not printed for a person
     ON_WAIT.clear()
     report_warnings()
@@ -150,12 +166,16 @@ async def _run(
             separate_listeners, role = separate
             await stack.enter_async_context(
                 accepting(
-                    build_app(role, hosts=_list_hosts(separate_listeners)), separate_listeners
+                    build_app(role, hosts=_list_hosts(separate_listeners)),
+                    separate_listeners,
+                    are_shared=member is not None,
                 )
             )
             facts["apart"] = separate_listeners.urls
         # The other address first: its URL is logged with those of the server
-        await stack.enter_async_context(accepting(app, listeners, **options))
+        await stack.enter_async_context(
+            accepting(app, listeners, are_shared=member is not None, **options)
+        )
         on_ready(listeners.urls)
         await stack.enter_async_context(
             run_in_background(
@@ -171,9 +191,13 @@ async def _run(
 
 @contextlib.asynccontextmanager
 async def accepting(
-    app: web.Application, listeners: Listeners, **options: Any
+    app: web.Application, listeners: Listeners, *, are_shared: bool = False, **options: Any
 ) -> AsyncIterator[None]:
-    """Serve requests; on exit, let connections close within a short time."""
+    """Serve requests; on exit, let connections close within a short time.
+
+    Of listeners that ``are_shared`` with other processes, a connection is accepted at a time, so
+    that a process which is less busy takes the next one.
+    """
     clock = asyncio.get_running_loop().time
     idle, stalled = IdleTimeout(clock), WriteTimeout(clock)
     limit = ConnectionLimit.of_process()
@@ -198,9 +222,14 @@ async def accepting(
         stack.push_async_callback(runner.cleanup)
         for listening in listeners.sockets:
             accepting_server = await asyncio.get_running_loop().create_server(
-                lambda: Connection(server(), idle, limit), sock=listening, backlog=BACKLOG
+                lambda: Connection(server(), idle, limit),
+                sock=listening,
+                backlog=1 if are_shared else BACKLOG,
             )
             stack.callback(accepting_server.close)
+            if are_shared:
+                # The event loop accepts as many at once as it lets wait
+                listening.listen(BACKLOG)
         async with run_in_background(_check_connections(server, idle, stalled)):
             yield
 

@@ -37,6 +37,7 @@ from clowder_aimage.content.verified_reader import check, verify
 from clowder_aimage.errors import AImageError, VerificationError
 from clowder_aimage.layout.direct_io import DirectFile
 from clowder_aimage.layout.group_commit import GroupCommit
+from clowder_aimage.layout.ingest_directory import IngestDirectory
 from clowder_aimage.layout.lock import (
     PRIVATE,
     check_own,
@@ -78,11 +79,12 @@ class FileIngest:
         expected: Descriptor | None = None,
         *,
         batch: GroupCommit | None = None,
+        directory: IngestDirectory | None = None,
     ) -> None:
         """Open an ingest; without ``expected``, a new one that no other process can find.
 
-        In a ``batch``, small content is committed together with others. Raises IngestBusyError,
-        StoreError, NoSpaceError.
+        In a ``batch``, small content is committed together with others. A new one of small content
+        is created in the open ``directory``. Raises IngestBusyError, StoreError, NoSpaceError.
         """
         self._root, self._expected, self._batch = root, expected, batch
         self._final = ""
@@ -90,17 +92,23 @@ class FileIngest:
         self._lock = threading.Lock()
         self._hashing = threading.Lock()
         self._syncing = threading.Lock()
-        name = key if expected else f"{key[:80]}.{os.urandom(8).hex()}"
+        name = self._build_name(key)
         # Strings, because thousands of Paths are slow.
         self._path = os.path.join(root, _DIRECTORY, name)
         self._journal = f"{self._path}.journal"
-        is_small = batch is not None and expected is not None and expected.size < _DIRECT_SIZE
+        is_in_batch = batch is not None and expected is not None and expected.size < _DIRECT_SIZE
+        is_small = is_in_batch or directory is not None
         self._direct = DirectFile(self._path, is_usable=not is_small)
         self._is_journaled = expected is not None and expected.size > JOURNALED
         self._ranges: list[_Range] = []
         self._journal_size = 0  # bytes in the journal
         self._reset_hash()
-        if batch is not None and is_small and (fd := batch.create_ingest(name)) is not None:
+        fd = None
+        if batch is not None and is_in_batch:
+            fd = batch.create_ingest(name)
+        elif directory is not None and expected is None:
+            fd = directory.create(name)
+        if fd is not None:
             self._fd = fd
             return
         check_own(root, "ingest")
@@ -108,6 +116,13 @@ class FileIngest:
             check_single_writer(root)
             self._fd = self._open()
             size = os.fstat(self._fd).st_size
+        self._continue(size)
+
+    def _build_name(self, key: str) -> str:
+        return key if self._expected else f"{key[:80]}.{os.urandom(8).hex()}"
+
+    def _continue(self, size: int) -> None:
+        """Continue a file of ``size`` bytes by its journal."""
         if self._is_journaled:
             self._ranges = self._read_journal(size)
             self._journal_size = _sum_sizes(self._ranges)
@@ -368,7 +383,7 @@ class FileIngest:
             make_directory(self._root, "blobs", os.path.basename(os.path.dirname(self._final)))
             rename_opened(os.fstat(self._fd), self._path, self._final)
         self._remove_journal()
-        self._close()
+        self.close()
 
     def _remove_journal(self) -> None:
         if self._is_journaled:
@@ -399,7 +414,7 @@ class FileIngest:
         with self._syncing:
             is_resumable = self._is_journaled and Path(self._journal).exists()
             if is_resumable:
-                self._close()
+                self.close()
         if not is_resumable:
             self.abort()
 
@@ -413,9 +428,9 @@ class FileIngest:
             with contextlib.suppress(OSError):
                 Path(self._path).unlink(missing_ok=True)
                 self._remove_journal()
-            self._close()
+            self.close()
 
-    def _close(self) -> None:
+    def close(self) -> None:
         """Close the file, once: its descriptor number may be reused."""
         self._direct.close()
         fd, self._fd = self._fd, -1

@@ -54,6 +54,7 @@ from clowder_aimage.layout.ingest import (
     is_file,
     link_blob,
 )
+from clowder_aimage.layout.ingest_directory import IngestDirectory
 from clowder_aimage.layout.lease import COLLECTION, FileLease
 from clowder_aimage.layout.lock import (
     PRIVATE,
@@ -285,11 +286,21 @@ class ImageLayout(ContentStore):
         """Return the pinned names. No collection removes them."""
         return MetadataFiles(self.root, "pins")
 
-    def ingest(self, key: str, expected: Descriptor | None = None, /) -> FileIngest:
-        """Begin or continue an ingest. Raises IngestBusyError, StoreError or NoSpaceError."""
+    def ingest(
+        self,
+        key: str,
+        expected: Descriptor | None = None,
+        /,
+        *,
+        directory: IngestDirectory | None = None,
+    ) -> FileIngest:
+        """Begin or continue an ingest, a new small one in the open ``directory`` if there is one.
+
+        Raises IngestBusyError, StoreError or NoSpaceError.
+        """
         self._check_exists()
         try:
-            return FileIngest(self.root, key, expected, batch=self._batch)
+            return FileIngest(self.root, key, expected, batch=self._batch, directory=directory)
         except IngestBusyError:
             if (batch := self._batch) is not None:
                 # The other writer may be waiting for a blob that is pending here.

@@ -81,10 +81,13 @@ class RepositoryRecords:
     def add_blob(self, repository: str, digest: Digest) -> None:
         """Record a blob. Hold the collection lock, and add it after its content is stored."""
         path = self._locate(repository, _BLOBS, digest)
-        if not os.path.exists(path):
-            with translate_store_errors(self._root):
+        with translate_store_errors(self._root):
+            try:
+                fd = open_shared(path)
+            except FileNotFoundError:
                 self._make_parent(path)
-                os.close(open_shared(path))
+                fd = open_shared(path)
+            os.close(fd)
 
     def remove_blob(self, repository: str, digest: Digest) -> None:
         """Remove the record of a blob, durably."""

@@ -24,14 +24,17 @@ OCI_MANIFEST = "application/vnd.oci.image.manifest.v1+json"
 OCI_INDEX = "application/vnd.oci.image.index.v1+json"
 
 PROGRAM = """
-import sys
+import os, sys, tempfile
 from pathlib import Path
+flags = dict(flag.partition("=")[::2] for flag in sys.argv[3:])
+if "processes" in flags:
+    metrics = tempfile.TemporaryDirectory()
+    os.environ["PROMETHEUS_MULTIPROC_DIR"] = metrics.name
 from clowder_aimage.layout import ImageLayout, LayeredStore
 from clowder_aimage.distribution import cache, catalog_routes
 from clowder_aimage.distribution import role as registry_role
 from clowder_aimage.http import body_stream, connection
 from clowder_aimage.http import server as http_server
-flags = dict(flag.partition("=")[::2] for flag in sys.argv[3:])
 if "impatient" in flags:
     body_stream.READ_TIMEOUT = registry_role.GRACE = float(flags["impatient"] or 0.2)
     connection.HEADERS = connection.IDLE = http_server.INTERVAL = 0.1
@@ -61,6 +64,7 @@ registry_role.serve(
         if (token := flags.get(f"{scope}-token" if scope != "admin" else "token"))
     },
     upstream=upstream,
+    processes=int(flags.get("processes", 1)),
     on_ready=lambda url: print(url, flush=True),
 )
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -90,7 +91,7 @@ def test_missing_store_is_not_created_by_reads(
 def test_store_that_is_a_file_fails(tmp_path: Path, serve_layout: Callable[..., Server]) -> None:
     (tmp_path / "file").write_text("not a store")
     server = serve_layout(tmp_path / "file")
-    answer = server.ask("POST", "/v2/a/blobs/uploads/")
+    answer = server.ask("PATCH", server.begin(), data=b"first bytes")
     assert answer.status_code == 503
     assert "not a directory" not in answer.text  # local paths are only in the log
     assert "is not a directory" in server.stop()[1]
@@ -133,12 +134,40 @@ def test_command_line_of_a_cache_serves_until_interrupted(
     assert "0123456789abcdef" not in log
 
 
+@pytest.mark.integration
+def test_command_line_serves_with_several_processes(
+    tmp_path: Path, aimage: Callable[..., Aimage]
+) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    process = aimage("a").start(
+        *("registry", "serve", "--addr", "127.0.0.1:0", "--metrics-addr", "127.0.0.1:0"),
+        *("--processes", "2", "--log-format", "json"),
+        env=os.environ | {"TMPDIR": str(temporary)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    url = process.stdout.readline().rstrip("\n")
+    assert requests.get(f"{url}/v2/", timeout=60).status_code == 200
+    assert len(list(temporary.iterdir())) == 1
+    process.send_signal(signal.SIGINT)
+    out, log = process.communicate(timeout=60)
+    assert (process.returncode, out, list(temporary.iterdir())) == (0, "", [])
+    events = [json.loads(line) for line in log.splitlines()]
+    assert [event["event"] for event in events].count("stopped") == 2
+    [metrics] = {event["apart"][0] for event in events if event["event"] == "ready"}
+    assert metrics.startswith("http://127.0.0.1:")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (("--upstream", "https://host.example"), "invalid registry"),
         (("--plain-http",), "require --upstream"),
         (("--token-file", "/nonexistent"), "cannot read the tokens"),
+        (("--processes", "many"), "expected auto, or a number"),
+        (("--processes", "257"), "expected auto, or a number"),
     ],
 )
 def test_command_line_refuses_options(

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
+import tempfile
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +17,7 @@ from click.core import ParameterSource
 from clowder_aimage.cli.console.example import examples
 from clowder_aimage.cli.console.option import (
     VerbGroup,
+    VerbSettings,
     common_options,
     daemon_connection_options,
     get_settings,
@@ -27,9 +32,20 @@ from clowder_aimage.config.user_directory import check_variables, find_config_fi
 from clowder_aimage.content.unit import parse_size
 from clowder_aimage.document.schema import read_configuration
 from clowder_aimage.errors import UsageError, needs
+from clowder_aimage.model.hardware import count_cores
 
 PREFIX = "AIMAGE_REGISTRY_"
+MAX_PROCESSES = 256
 _option = partial(option, prefix=PREFIX)
+
+
+def parse_processes(text: str) -> int:
+    """Return a number of processes; ``auto`` and ``0`` are one for each core. Raises ValueError."""
+    if text.strip().lower() in ("auto", "0"):
+        return count_cores()
+    if text.isascii() and text.isdigit() and int(text) <= MAX_PROCESSES:
+        return int(text)
+    raise ValueError(f"expected auto, or a number up to {MAX_PROCESSES}, not {text[:40]!r}")
 
 
 @click.group(cls=VerbGroup)
@@ -61,6 +77,14 @@ def registry() -> None:
         "--allow-remote", is_flag=True, help="Accept requests from other machines without a token."
     ),
     _option("--readonly", is_flag=True, help="Allow pulls only."),
+    _option(
+        "--processes",
+        metavar="N",
+        default="1",
+        show_default=True,
+        callback=parse_with(parse_processes),
+        help="Processes that serve the address; 'auto' is one for each core.",
+    ),
 )
 @in_section(
     "Content",
@@ -88,21 +112,33 @@ def serve(**options: Any) -> None:
     With --upstream, a/b:t of this registry is HOST/PREFIX/a/b:t in the store; --plain-http,
     --insecure and --ca-file apply to the connection to HOST.
 
+    With --processes, several processes accept connections: reads and pushes of many clients use
+    several cores, and any process continues an upload of another one.
+
     Each request is logged on stderr. /metrics has the metrics for Prometheus.
 
     Options that are not given come from the environment (AIMAGE_REGISTRY_ADDR and so on), then from
     "registry" in the configuration: see 'aimage config show'.
     """
-    with needs("a registry", "server"):
-        from clowder_aimage.distribution import role as server
-        from clowder_aimage.distribution.upstream import UpstreamRegistry
-        from clowder_aimage.http import log
-        from clowder_aimage.http.token_file import TokenFile
     check_variables("registry")
     context, chosen = click.get_current_context(), get_settings()
     for name, value in read_registry_section(find_config_file()).items():
         if context.get_parameter_source(name) is ParameterSource.DEFAULT:
             options[name] = value
+    with contextlib.ExitStack() as stack:
+        if options["processes"] > 1:
+            # prometheus_client reads it when it is imported, and keeps the metrics there
+            directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="aimage-metrics-"))
+            os.environ["PROMETHEUS_MULTIPROC_DIR"] = directory
+        _serve(chosen, options)
+
+
+def _serve(chosen: VerbSettings, options: Mapping[str, Any]) -> None:
+    with needs("a registry", "server"):
+        from clowder_aimage.distribution import role as server
+        from clowder_aimage.distribution.upstream import UpstreamRegistry
+        from clowder_aimage.http import log
+        from clowder_aimage.http.token_file import TokenFile
     token_file, upstream = options["token_file"], options["upstream"]
     if upstream is None and chosen.has_connection:
         raise UsageError("--plain-http, --insecure and --ca-file require --upstream")
@@ -120,6 +156,7 @@ def serve(**options: Any) -> None:
         if upstream
         else None,
         metrics_address=options["metrics_addr"],
+        processes=options["processes"],
         on_ready=lambda url: print_result({"url": url}, url),
     )
 
@@ -130,6 +167,11 @@ def read_registry_section(file: Path | None) -> dict[str, Any]:
     values = {re.sub("([A-Z])", r"_\1", key).lower(): value for key, value in section.items()}
     if "upload_quota" in values:
         values["upload_quota"] = parse_size(str(values["upload_quota"]))
+    if "processes" in values:
+        try:
+            values["processes"] = parse_processes(str(values["processes"]))
+        except ValueError as error:
+            raise UsageError(f"{file}: registry.processes: {error}") from None
     if file and "token_file" in values:
         values["token_file"] = file.parent / values["token_file"]
     return values
