@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
+from clowder_aimage.content.open_directory import OpenDirectory
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.gc import Collector
 from clowder_aimage.layout.layered_store import LayeredStore
-from clowder_aimage.oci import Descriptor, Digest, Reference, mediatype
+from clowder_aimage.oci import Digest, Reference, mediatype
 from clowder_aimage.usage import NameUsage, UsageReport, measure_disk_usage, measure_usage
 from tests.process import Aimage
 
@@ -441,18 +442,18 @@ def test_each_document_is_read_once(maker: Store, monkeypatch: pytest.MonkeyPatc
         maker.name(manifest, f"a{number}")
         maker.name(manifest, f"b{number}")
         maker.name(maker.document({"manifests": [manifest]}, mediatype.OCI_INDEX), f"c{number}")
-    opened = []
-    real = ImageLayout.open
+    names = []
+    real = OpenDirectory.read
 
-    def record(self: ImageLayout, content: Descriptor, *rest: Any) -> Any:
-        opened.append(content)
-        return real(self, content, *rest)
+    def record(self: OpenDirectory, name: str, limit: int) -> bytes:
+        names.append(name)
+        return real(self, name, limit)
 
-    monkeypatch.setattr(ImageLayout, "open", record)
+    monkeypatch.setattr(OpenDirectory, "read", record)
     assert len(maker.usage.shares) == 40
-    documents = [content.digest for content in opened if str(content.digest) != config["digest"]]
+    documents = [name for name in names if name != config["digest"].removeprefix("sha256:")]
     assert len(documents) == len(set(documents)) == 40
-    assert len(opened) == 41
+    assert len(names) == 41
 
 
 @pytest.mark.slow
