@@ -18,7 +18,7 @@ from types import TracebackType
 from clowder_aimage.content.open_directory import OpenDirectory
 from clowder_aimage.errors import FormatError
 from clowder_aimage.layout import ImageLayout
-from clowder_aimage.layout.digest_scan import LARGEST, DigestScanner, iter_blobs
+from clowder_aimage.layout.digest_scan import ALGORITHMS, LARGEST, DigestScanner, iter_blobs
 from clowder_aimage.layout.lock import check_own, translate_store_errors
 from clowder_aimage.layout.unpacking import list_unpacked
 from clowder_aimage.oci import Descriptor, Digest, Manifest
@@ -157,10 +157,12 @@ class _NeededBlobs:
         self._stack = contextlib.ExitStack()
         # The directories of blobs are opened once: opening a file takes longer than scanning it
         self._directories: dict[str, list[OpenDirectory]] = {}
-        for root in roots:
-            for path in (root / "blobs").glob("sha*"):
-                directory = self._stack.enter_context(OpenDirectory(path))
-                self._directories.setdefault(path.name, []).append(directory)
+        for algorithm in ALGORITHMS:
+            for root in roots:
+                with contextlib.suppress(FileNotFoundError):
+                    directory = OpenDirectory(root / "blobs" / algorithm)
+                    self._directories.setdefault(algorithm, []).append(directory)
+                    self._stack.enter_context(directory)
 
     def __enter__(self) -> _NeededBlobs:
         return self

@@ -20,6 +20,8 @@ from clowder_aimage.oci import Digest
 
 # Maximum bytes of a scanned document
 LARGEST = 64 * 1024 * 1024
+# The algorithms of blobs, and the hex digits of their digests
+ALGORITHMS = {"sha256": 64, "sha512": 128}
 _DIGEST = re.compile(rb"sha256:[0-9a-f]{64}|sha512:[0-9a-f]{128}")
 _CONFIG = re.compile(rb'"config"\s*:\s*\{[^{}]*\}')
 
@@ -138,7 +140,7 @@ def _find_configs(raw: bytes) -> list[bytes]:
 
 def iter_blobs(root: Path) -> Iterator[tuple[str, os.stat_result]]:
     """Yield the digest and the status of all files named like blobs. Raises StoreError."""
-    for algorithm, size in (("sha256", 64), ("sha512", 128)):
+    for algorithm, size in ALGORITHMS.items():
         is_encoded = re.compile(f"[0-9a-f]{{{size}}}").fullmatch
         with translate_store_errors(root), contextlib.suppress(FileNotFoundError):
             for entry in os.scandir(root / "blobs" / algorithm):

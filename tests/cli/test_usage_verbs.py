@@ -479,3 +479,15 @@ def test_du_of_a_thousand_aimages_with_1200_layers(aimage: Callable[..., Aimage]
     assert len(value["manifests"]) == 1000
     assert value["total"]["blobs"] == 1080 + 1000 * 122
     assert Reference.parse(value["manifests"][0]["references"][0]).repository.startswith("team/")
+
+
+def test_other_files_beside_the_blobs_do_not_matter(maker: Store) -> None:
+    maker.name(maker.manifest(maker.blob(b"{}"), maker.blob(b"one")), "a")
+    before = maker.usage
+    blobs = maker.root / "blobs"
+    (blobs / "sha1").write_bytes(b"a file")
+    (blobs / "sha256.old").mkdir()
+    (blobs / "sha256" / "README").write_bytes(b"no digest")
+    (blobs / "sha256" / ("a" * 63)).write_bytes(b"short")
+    assert maker.usage == before
+    assert measure_disk_usage(maker.layout).blobs == before.blobs == 3

@@ -23,7 +23,7 @@ def build_entry(name: str, size: int = 3) -> dict[str, Any]:
 
 
 class Follower:
-    """What a process knows that applies each change."""
+    """A process that applies each change to the entries that it has."""
 
     def __init__(self, root: Path) -> None:
         self.root, self.reader = root, EntryReader(root, lambda: None)
