@@ -6,16 +6,19 @@ A name needs the content that ``layout/gc.py`` keeps for it: removing it would f
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from types import TracebackType
 
-from clowder_aimage.errors import FormatError, NotFoundError
+from clowder_aimage.content.open_directory import OpenDirectory
+from clowder_aimage.errors import FormatError
 from clowder_aimage.layout import ImageLayout
-from clowder_aimage.layout.digest_scan import LARGEST, DigestScanner, iter_blobs
+from clowder_aimage.layout.digest_scan import ALGORITHMS, LARGEST, DigestScanner, iter_blobs
 from clowder_aimage.layout.lock import check_own, translate_store_errors
 from clowder_aimage.layout.unpacking import list_unpacked
 from clowder_aimage.oci import Descriptor, Digest, Manifest
@@ -90,13 +93,13 @@ def measure_usage(
     ``roots`` are the directories of the stores in ``layout``. Raises StoreError.
     """
     sizes = {name: status.st_size for root in roots for name, status in iter_blobs(root)}
-    needs = _NeededBlobs(layout, sizes)
     names: dict[Digest, list[str]] = {}
     needed: dict[Digest, tuple[tuple[str, ...], dict[str, int]]] = {}
-    for name, descriptor in layout.iter_entries():
-        names.setdefault(descriptor.digest, []).append(name)
-        if descriptor.digest not in needed:
-            needed[descriptor.digest] = needs.of(descriptor)
+    with translate_store_errors(layout.root), _NeededBlobs(layout, roots, sizes) as needs:
+        for name, descriptor in layout.iter_entries():
+            names.setdefault(descriptor.digest, []).append(name)
+            if descriptor.digest not in needed:
+                needed[descriptor.digest] = needs.of(descriptor)
     users = Counter(chain.from_iterable(stored for stored, _ in needed.values()))
     # A blob that two manifests need is freed by neither of them alone.
     exclusive = {blob for blob, count in users.items() if count == 1}
@@ -127,8 +130,8 @@ def measure_disk_usage(layout: ImageLayout) -> DiskUsage:
     entries = list(layout.iter_entries())
     statuses = dict(iter_blobs(layout.root))
     sizes = {name: status.st_size for name, status in statuses.items()}
-    needs = _NeededBlobs(layout, sizes)
-    needed = {blob for _, descriptor in entries for blob in needs.of(descriptor)[0]}
+    with translate_store_errors(layout.root), _NeededBlobs(layout, [layout.root], sizes) as needs:
+        needed = {blob for _, descriptor in entries for blob in needs.of(descriptor)[0]}
     partials = [status.st_blocks * _BLOCK for status in _iter_partials(layout.root)]
     space = layout.measure_space()
     return DiskUsage(
@@ -146,11 +149,28 @@ def measure_disk_usage(layout: ImageLayout) -> DiskUsage:
 
 
 class _NeededBlobs:
-    """The blobs that documents need, among those in ``sizes``."""
+    """The blobs that documents need, among those in ``sizes``, until it is closed."""
 
-    def __init__(self, layout: ImageLayout, sizes: dict[str, int]) -> None:
-        self._layout, self._sizes = layout, sizes
+    def __init__(self, layout: ImageLayout, roots: Sequence[Path], sizes: dict[str, int]) -> None:
+        self._sizes = sizes
         self._scanner = DigestScanner(list_unpacked(layout.root))
+        self._stack = contextlib.ExitStack()
+        # The directories of blobs are opened once: opening a file takes longer than scanning it
+        self._directories: dict[str, list[OpenDirectory]] = {}
+        for algorithm in ALGORITHMS:
+            for root in roots:
+                with contextlib.suppress(FileNotFoundError):
+                    directory = OpenDirectory(root / "blobs" / algorithm)
+                    self._directories.setdefault(algorithm, []).append(directory)
+                    self._stack.enter_context(directory)
+
+    def __enter__(self) -> _NeededBlobs:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: object, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
 
     def of(self, descriptor: Descriptor) -> tuple[tuple[str, ...], dict[str, int]]:
         """Return the needed blobs that are stored, and the sizes of those that are missing."""
@@ -178,13 +198,15 @@ class _NeededBlobs:
         size = self._sizes.get(key)
         if size is None or size > LARGEST:
             return None if size is None else b""
-        content = Descriptor("application/octet-stream", Digest.parse(key), 0)
-        try:
-            with translate_store_errors(self._layout.root), self._layout.open(content) as file:
-                return file.read(LARGEST) or b""
-        except NotFoundError:
-            # It was removed in the meantime.
-            return None
+        algorithm, _, encoded = key.partition(":")
+        for directory in self._directories.get(algorithm, ()):
+            try:
+                return directory.read(encoded, size + 1)
+            except OSError as error:
+                # It may have been removed, or replaced by a link, in the meantime.
+                if error.errno not in (errno.ENOENT, errno.ELOOP):
+                    raise
+        return None
 
 
 def _iter_partials(root: Path) -> Iterator[os.stat_result]:

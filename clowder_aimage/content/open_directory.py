@@ -87,6 +87,15 @@ class OpenDirectory:
         with self._open_parent(name) as (fd, base):
             return os.open(base, flags | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=fd)
 
+    def read(self, name: str, limit: int) -> bytes:
+        """Return up to ``limit`` bytes of a file in this directory itself."""
+        # Bytes for which a read allocates memory: pass a limit near the size
+        fd = os.open(name, READ, dir_fd=self.fd)
+        try:
+            return os.read(fd, limit)
+        finally:
+            os.close(fd)
+
     @contextmanager
     def open_to_lock(self, name: str) -> Iterator[int]:
         """Yield a descriptor of an existing entry that can test its lock."""

@@ -124,4 +124,6 @@ def read_all(source: Reader, expected: Descriptor, limit: int = MAX_MANIFEST_SIZ
             raise VerificationError(
                 f"{expected.digest} is too large: {expected.size} bytes, the limit is {limit}"
             )
-        return b"".join(iter(lambda: reader.read(CHUNK_SIZE), b""))
+        # The buffer of each read is allocated and zeroed
+        count = min(CHUNK_SIZE, expected.size + 1)
+        return b"".join(iter(lambda: reader.read(count), b""))

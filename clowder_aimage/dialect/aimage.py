@@ -113,7 +113,7 @@ class AImage:
     @property
     def properties(self) -> Mapping[str, Any]:
         """The config, parsed once; do not change it. Raises FormatError."""
-        return self._derive_once("properties", self._read)
+        return self._derive_once("properties", lambda: parse_config(self.config))
 
     @property
     def base_digest(self) -> Digest:
@@ -139,17 +139,19 @@ class AImage:
         """Check the config, once if it is valid. Raises FormatError."""
         self._derive_once("valid", lambda: validate("aimage-config", self.properties))
 
-    def _read(self) -> dict[str, Any]:
-        value = read_json(self.config, "the AImage config")
-        if not isinstance(value, dict):
-            raise FormatError("the AImage config must be a JSON object")
-        return value
-
     def _derive_once(self, key: str, derive: Callable[[], _T]) -> _T:
         if key not in self._derived:
             self._derived[key] = derive()
         value: _T = self._derived[key]
         return value
+
+
+def parse_config(config: bytes) -> dict[str, Any]:
+    """Return the properties in an AImage config. Raises FormatError."""
+    value = read_json(config, "the AImage config")
+    if not isinstance(value, dict):
+        raise FormatError("the AImage config must be a JSON object")
+    return value
 
 
 def check_name(name: str) -> str:

@@ -33,6 +33,10 @@ class ClowderDialect(Dialect):
         names = [layer.annotations.get(mediatype.NAME) for layer in manifest.layers]
         return AImage(config, name_layers(manifest.layers, names, _read), manifest.subject)
 
+    def read_config(self, manifest: Manifest, config: bytes) -> bytes:  # noqa: ARG002
+        """Return the config, without reading the layers."""
+        return config
+
     def write(self, aimage: AImage, /) -> tuple[Manifest, bytes]:
         has_titles = aimage.properties.get("format") == "files"
         return build_manifest(

@@ -26,6 +26,10 @@ class Dialect(ABC):
     def read(self, manifest: Manifest, config: bytes) -> AImage:
         """Return the AImage of a manifest and the bytes of its config. Raises FormatError."""
 
+    def read_config(self, manifest: Manifest, config: bytes) -> bytes:
+        """Return the config of the AImage that ``read`` returns. Raises FormatError."""
+        return self.read(manifest, config).config
+
     def write(self, _: AImage, /) -> tuple[Manifest, bytes]:
         """Return the manifest and the config bytes of an AImage, the same for each call.
 

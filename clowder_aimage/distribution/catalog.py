@@ -102,7 +102,15 @@ class Catalog:
 
     def is_known(self, repository: str) -> bool:
         """Return True if the repository has or had a manifest."""
-        return bool(self.list_entries(repository)) or self.records.is_known(self._base + repository)
+        with self._tables_lock:
+            is_named = any(table.has_repository(repository) for table in self._refresh())
+        return is_named or self.records.is_known(self._base + repository)
+
+    def list_tags(self, repository: str) -> list[str]:
+        """Return the tags of ``repository``, each once."""
+        with self._tables_lock:
+            tags = {tag for table in self._refresh() for tag in table.list_tags(repository)}
+        return list(tags)
 
     def list_untagged(self, repository: str) -> list[Descriptor]:
         """Return the stored manifests of ``repository`` whose tag was moved or deleted."""

@@ -41,8 +41,7 @@ class CatalogRoutes:
         if listed is None:
             if not await run_io(self._catalog.is_known, repository):
                 raise DistributionError("NAME_UNKNOWN", {"name": repository})
-            entries = await run_io(self._catalog.list_entries, repository)
-            listed = [entry.tag for entry in entries if entry.tag is not None]
+            listed = await run_io(self._catalog.list_tags, repository)
         return _paginate(request, set(listed), {"name": repository}, "tags")
 
     async def list_repositories(self, request: web.Request) -> web.StreamResponse:

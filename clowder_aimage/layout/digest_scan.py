@@ -20,6 +20,8 @@ from clowder_aimage.oci import Digest
 
 # Maximum bytes of a scanned document
 LARGEST = 64 * 1024 * 1024
+# The algorithms of blobs, and the hex digits of their digests
+ALGORITHMS = {"sha256": 64, "sha512": 128}
 _DIGEST = re.compile(rb"sha256:[0-9a-f]{64}|sha512:[0-9a-f]{128}")
 _CONFIG = re.compile(rb'"config"\s*:\s*\{[^{}]*\}')
 
@@ -90,6 +92,8 @@ class DigestScanner:
         return digests
 
     def _intern(self, digests: list[bytes]) -> Iterable[str]:
+        if not digests:
+            return ()
         interned = self._interned
         for digest in set(digests).difference(interned):
             interned[digest] = digest.decode()
@@ -124,9 +128,11 @@ def iter_manifests(raw: bytes) -> Iterator[Digest]:
 
 
 def _find_configs(raw: bytes) -> list[bytes]:
+    if b'"config"' not in raw:
+        return []
     configs = _CONFIG.findall(raw)
     # The pattern fails if the descriptor has objects, such as annotations.
-    if not configs and b'"config"' in raw:
+    if not configs:
         with contextlib.suppress(ValueError, RecursionError, KeyError, TypeError):
             configs = [json.dumps(json.loads(raw)["config"]).encode()]
     return [digest for config in configs for digest in _DIGEST.findall(config)]
@@ -134,11 +140,13 @@ def _find_configs(raw: bytes) -> list[bytes]:
 
 def iter_blobs(root: Path) -> Iterator[tuple[str, os.stat_result]]:
     """Yield the digest and the status of all files named like blobs. Raises StoreError."""
-    for algorithm in ("sha256", "sha512"):
+    for algorithm, size in ALGORITHMS.items():
+        is_encoded = re.compile(f"[0-9a-f]{{{size}}}").fullmatch
         with translate_store_errors(root), contextlib.suppress(FileNotFoundError):
             for entry in os.scandir(root / "blobs" / algorithm):
-                name = f"{algorithm}:{entry.name}"
-                is_digest = _DIGEST.fullmatch(os.fsencode(name))
-                if is_digest and entry.is_file(follow_symlinks=False):
-                    with contextlib.suppress(FileNotFoundError):
-                        yield name, entry.stat(follow_symlinks=False)
+                if is_encoded(entry.name) and entry.is_file(follow_symlinks=False):
+                    try:
+                        status = entry.stat(follow_symlinks=False)
+                    except FileNotFoundError:
+                        continue
+                    yield f"{algorithm}:{entry.name}", status

@@ -27,7 +27,7 @@ from pathlib import Path
 from clowder_aimage.content.file_system import is_locked, open_to_lock
 from clowder_aimage.content.open_directory import READ, unlink
 from clowder_aimage.errors import AImageError, NotFoundError, VerificationError
-from clowder_aimage.layout.description import KINDS
+from clowder_aimage.layout.description import KINDS, DescriptionFiles
 from clowder_aimage.layout.digest_scan import LARGEST, DigestScanner, find_digests, iter_blobs
 from clowder_aimage.layout.index import read_index
 from clowder_aimage.layout.layout import UNNAMED, ImageLayout, index_name
@@ -406,7 +406,11 @@ def _remove_idle(path: Path, *, dry_run: bool) -> bool:
 def tidy(root: Path, latest: float) -> None:
     """Remove metadata of missing manifests, and temporary files from before ``latest``."""
     present = {name.partition(":")[2] for name, _ in iter_blobs(root)}
-    for kind in ("used", *KINDS, UNNAMED):
+    for kind in KINDS:
+        check_own(root, kind)
+        with DescriptionFiles(root, kind) as files:
+            files.retain(present)
+    for kind in ("used", UNNAMED):
         for path in Path(check_own(root, kind)).glob("*"):
             if "." not in path.name and path.name not in present:
                 with contextlib.suppress(OSError):

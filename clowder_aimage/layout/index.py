@@ -14,7 +14,7 @@ import functools
 import os
 import stat
 import time
-from collections.abc import Collection, Hashable, Iterable, Iterator
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from clowder_aimage.layout.lock import (
     check_version,
     hold_lock,
     make_directory,
+    open_regular,
     read_settled,
     translate_store_errors,
 )
@@ -129,6 +130,17 @@ def _read_file(path: Path) -> IndexFile:
         if is_current(path.parent, stamp) and build_stamp(os.fstat(file.fileno())) == stamp:
             return IndexFile(raw, stamp, None)
         return IndexFile(raw, stamp, _parse(raw, path))
+
+
+def open_current(root: Path) -> int | None:
+    """Return a descriptor of the index if aimage wrote it last, else None. Raises StoreError."""
+    check_version(root)
+    with translate_store_errors(root), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        fd = open_regular(root / "index.json")
+        if is_current(root, build_stamp(os.fstat(fd))):
+            return fd
+        os.close(fd)
+    return None
 
 
 def _parse(raw: bytes, path: Path) -> dict[str, Any]:
@@ -262,7 +274,7 @@ def edit_index(root: Path, names: Collection[str] | None = None) -> Iterator[dic
 
 @dataclass(slots=True)
 class _Edited:
-    """A yielded index: ``data`` is its text at the end, or the one that was read if it is the same.
+    """A yielded index: ``parts`` are its text at the end, or None if it is the one that was read.
 
     ``base`` is the index that was read, unless it was not parsed. ``is_complete`` is True if no
     recorded name is missing.
@@ -270,7 +282,7 @@ class _Edited:
 
     value: dict[str, Any]
     base: dict[str, Any] | None
-    data: bytes = b""
+    parts: Sequence[bytes | memoryview] | None = None
     is_complete: bool = True
 
 
@@ -283,7 +295,9 @@ def _edit_lines(file: IndexFile, names: Collection[str]) -> Iterator[_Edited]:
     ]
     edited = _Edited({"manifests": [line.entry for line in lines]}, None)
     yield edited
-    edited.data = replace_lines(file.raw, lines, edited.value["manifests"])
+    before = [line.entry for line in lines]
+    if edited.value["manifests"] != before:
+        edited.parts = replace_lines(file.raw, lines, edited.value["manifests"])
 
 
 @contextlib.contextmanager
@@ -293,10 +307,10 @@ def _edit_value(root: Path, file: IndexFile) -> Iterator[_Edited]:
     if file.value is not None:
         _record_moves(root, value["manifests"])
         value, is_complete = _restore_names(root, value)
-    edited = _Edited(value, base, file.raw, is_complete)
+    edited = _Edited(value, base, is_complete=is_complete)
     yield edited
     if value != base or file.stamp is None:
-        edited.data = encode_index(value)
+        edited.parts = [encode_index(value)]
 
 
 def _copy(value: dict[str, Any]) -> dict[str, Any]:
@@ -305,19 +319,19 @@ def _copy(value: dict[str, Any]) -> dict[str, Any]:
 
 def _write(root: Path, file: IndexFile, edited: _Edited) -> IndexStamp | None:
     """Write the index, merged with changes by other tools; return its stamp if it is ours."""
-    stamp, data = file.stamp, edited.data
-    if stamp is not None and data == file.raw:
+    stamp, parts = file.stamp, edited.parts
+    if parts is None:
         return stamp if file.value is None else None
     path, value, base = root / "index.json", None, edited.base
     # Checked as late as possible: another tool's write would be lost.
     while read_index_stamp(root) != stamp:
         current = read_index_file(root)
-        value = value or _parse(data, path)
+        value = value or _parse(b"".join(parts), path)
         base = base or _parse(file.raw, path)
         theirs = current.value or _parse(current.raw, path)
         _merge(value["manifests"], base["manifests"], theirs["manifests"])
-        base, stamp, data = theirs, current.stamp, encode_index(value)
-    return _replace(root, "index.json", data)
+        base, stamp, parts = theirs, current.stamp, [encode_index(value)]
+    return _replace(root, "index.json", *parts)
 
 
 def _merge(ours: list[Any], base: list[Any], theirs: list[Any]) -> None:
@@ -341,19 +355,20 @@ def read_index_stamp(root: Path) -> IndexStamp | None:
     return None
 
 
-def _replace(root: Path, name: str, data: bytes) -> IndexStamp | None:
+def _replace(root: Path, name: str, *parts: bytes | memoryview) -> IndexStamp | None:
     """Replace a file, and return its stamp unless another program has replaced it since."""
     path, timestamp = root / name, time.time_ns()
-    if len(data) > MAX_INDEX_SIZE:
+    size = sum(map(len, parts))
+    if size > MAX_INDEX_SIZE:
         raise StoreError(
-            f"{path} would have {len(data)} bytes, the limit is {MAX_INDEX_SIZE}",
+            f"{path} would have {size} bytes, the limit is {MAX_INDEX_SIZE}",
             hint="remove names that are no longer needed",
         )
     with translate_store_errors(root):
         private = make_directory(root, PRIVATE)
-        write_shared(path, data, directory=private, time_ns=timestamp)
+        write_shared(path, *parts, directory=private, time_ns=timestamp)
         status = os.stat(path)
-    is_ours = status.st_mtime_ns == timestamp and status.st_size == len(data)
+    is_ours = status.st_mtime_ns == timestamp and status.st_size == size
     return build_stamp(status) if is_ours else None
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
+from clowder_aimage.errors import FormatError
 from clowder_aimage.oci import read_json
 
 _SEPARATOR = b",\n"
@@ -54,10 +56,13 @@ def find_lines(raw: bytes, texts: Collection[str]) -> list[EntryLine]:
     return [lines[start] for start in sorted(lines)]
 
 
-def replace_lines(raw: bytes, lines: Collection[EntryLine], entries: list[Any]) -> bytes:
-    """Replace the entries of ``lines``, of ``find_lines``, by ``entries``, and return the text.
+def replace_lines(
+    raw: bytes, lines: Collection[EntryLine], entries: list[Any]
+) -> list[bytes | memoryview]:
+    """Replace the entries of ``lines``, of ``find_lines``, by ``entries``; return the new text.
 
-    An entry stays at its place, or is replaced there; further ones are added at the end.
+    An entry stays at its place, or is replaced there; further ones are added at the end. The text
+    is returned in parts: it may have tens of megabytes.
     """
     if len(entries) < len(lines):
         ids = {id(entry) for entry in entries}
@@ -75,9 +80,8 @@ def replace_lines(raw: bytes, lines: Collection[EntryLine], entries: list[Any]) 
         position = line.end
     parts += [_cut(raw, position, body_end), *map(_encode, added)]
     view, body = memoryview(raw), [part for part in parts if len(part)]
-    # Joined once: the text may have tens of megabytes
     separated = [piece for part in body for piece in (_SEPARATOR, part)][1:]
-    return b"".join([view[:body_start], *separated, view[body_end:]])
+    return [view[:body_start], *separated, view[body_end:]]
 
 
 def _cut(raw: bytes, start: int, end: int) -> memoryview:
@@ -98,7 +102,51 @@ def iter_entries(raw: bytes) -> Iterator[Any]:
         position = line_end + 1
 
 
-def find_changes(old: bytes, new: bytes) -> tuple[list[Any], list[Any]]:
+class Text(Protocol):
+    """Bytes, or those of a file."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, part: slice, /) -> bytes: ...
+
+    def find(self, text: bytes, start: int = ..., end: int = ..., /) -> int: ...
+
+    def rfind(self, text: bytes, start: int = ..., end: int = ..., /) -> int: ...
+
+
+class FileText:
+    """The text of an open file, whose parts are read when they are needed. Raises OSError."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd, self._size = fd, os.fstat(fd).st_size
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, part: slice) -> bytes:
+        start, end, _ = part.indices(self._size)
+        return os.pread(self.fd, max(0, end - start), start)
+
+    def find(self, text: bytes, start: int = 0, end: int | None = None) -> int:
+        end = self._size if end is None else end
+        while end - start >= len(text):
+            stop = min(start + _CHUNK, end)
+            if (found := self[start:stop].find(text)) >= 0:
+                return start + found
+            start = stop - len(text) + 1
+        return -1
+
+    def rfind(self, text: bytes, start: int = 0, end: int | None = None) -> int:
+        end = self._size if end is None else end
+        while end - start >= len(text):
+            low = max(start, end - _CHUNK)
+            if (found := self[low:end].rfind(text)) >= 0:
+                return low + found
+            end = low + len(text) - 1
+        return -1
+
+
+def find_changes(old: Text, new: Text) -> tuple[list[Any], list[Any]]:
     """Return the entries that only ``old`` has, and those that only ``new`` has.
 
     Unchanged ones beside them may be in both. The cost grows with the changed part, but for a
@@ -156,5 +204,8 @@ def _encode(entry: Any) -> bytes:
     return json.dumps(entry).encode()
 
 
-def _find_body(raw: bytes) -> tuple[int, int]:
-    return raw.index(b"\n") + 1, raw.rindex(b"\n]")
+def _find_body(raw: Text) -> tuple[int, int]:
+    start, end = raw.find(b"\n") + 1, raw.rfind(b"\n]")
+    if start < 1 or end < 0:
+        raise FormatError("index.json does not have an entry a line")
+    return start, end

@@ -69,7 +69,7 @@ from clowder_aimage.layout.lock import (
 )
 from clowder_aimage.layout.metadata import MetadataFiles
 from clowder_aimage.layout.repository_record import RepositoryRecords
-from clowder_aimage.layout.summary import remember
+from clowder_aimage.layout.summary import keep_summary
 from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference, mediatype, parse_document
 
 # The private directory of manifests that lost a name, with the time.
@@ -159,10 +159,13 @@ class ImageLayout(ContentStore):
         """Return the path of the content, stored or not."""
         return build_blob_path(self.root, content)
 
-    def find_path(self, content: Descriptor, /) -> Path:
+    def _settle(self, content: Descriptor) -> None:
         batch = self._batch
         if batch is not None and content.digest in batch:
             batch.settle()
+
+    def find_path(self, content: Descriptor, /) -> Path:
+        self._settle(content)
         path = self.locate(content)
         if not is_file(path):
             raise self._build_not_found_error(content)
@@ -180,8 +183,9 @@ class ImageLayout(ContentStore):
     ) -> io.FileIO | io.BytesIO:
         with translate_store_errors(self.root):
             try:
-                file = StoredFile(open_regular(self.find_path(content)))
-            except FileNotFoundError:
+                self._settle(content)
+                file = StoredFile(open_regular(self.locate(content)))
+            except (FileNotFoundError, NotADirectoryError):
                 raise self._build_not_found_error(content) from None
             file.seek(offset)
         if length is None:
@@ -254,6 +258,12 @@ class ImageLayout(ContentStore):
             with contextlib.suppress(OSError):
                 return sanitize_time(os.lstat(path).st_mtime, time.time())
         return 0.0
+
+    def find_write_time(self, content: Descriptor) -> float | None:
+        """Return when content was stored, in seconds since the epoch; None if it is missing."""
+        with contextlib.suppress(OSError):
+            return os.stat(self.locate(content)).st_mtime
+        return None
 
     def _record_unnamed(self, entries: Iterable[Any]) -> None:
         """Record that manifests lost a name: collections need no grace for their older blobs.
@@ -456,7 +466,7 @@ class ImageLayout(ContentStore):
         if isinstance(document, Manifest):
             # Other artifacts have no summary.
             with contextlib.suppress(FormatError):
-                remember(self.root, self, content, document)
+                keep_summary(self, self.root, content, document)
 
     def read(self, content: Descriptor) -> bytes:
         """Read a manifest, verified. Wait for another tool that is writing it in place.

@@ -110,13 +110,12 @@ def build_file_name(key: str) -> str:
 
 def write_shared(
     path: str | Path,
-    data: bytes,
-    *,
+    *parts: bytes | memoryview,
     durable: bool = True,
     directory: Path | None = None,
     time_ns: int | None = None,
 ) -> None:
-    """Replace a file of the store, shared with the directory's group. Raises OSError.
+    """Replace a file of the store by ``parts``, shared with the directory's group. Raises OSError.
 
     ``time_ns`` becomes its time of change, if the file system accepts that.
     """
@@ -125,7 +124,8 @@ def write_shared(
     with open_atomic(
         final, mode=0o644, durable=durable, directory=directory, prepare=prepare
     ) as to:
-        write_all(to.fileno(), data)
+        for part in parts:
+            write_all(to.fileno(), part)
         if time_ns is not None:
             with contextlib.suppress(OSError):
                 os.utime(to.fileno(), ns=(time_ns, time_ns))

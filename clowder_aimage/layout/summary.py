@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from clowder_aimage.content.store import ContentStore
 from clowder_aimage.content.verified_reader import read_all
 from clowder_aimage.errors import AImageError, is_passing
-from clowder_aimage.layout.description import LISTING, keep_description, read_description
+from clowder_aimage.layout.description import LISTING, DescriptionFiles
 from clowder_aimage.oci import Descriptor, Manifest, mediatype
 
 _UNKNOWN = {"size": None, "kind": "?", "family": None, "type": None, "created": None}
@@ -17,24 +18,66 @@ _UNKNOWN = {"size": None, "kind": "?", "family": None, "type": None, "created": 
 _MAX_TEXT = 60
 
 
-def read_summary(root: Path, store: ContentStore, descriptor: Descriptor) -> dict[str, Any]:
-    """Return ``size`` (bytes of all blobs) and ``kind`` (a dialect, or ``index``) of a manifest.
+class SummaryReader:
+    """The summaries of the manifests in a store; new ones are kept when it is closed."""
 
-    ``family``, ``type`` (quantization or dtype) and ``created`` are those in its config. They are
-    None, and ``kind`` is ``?``, if the manifest is missing or malformed.
-    """
-    if descriptor.media_type in mediatype.INDEXES:
-        return _UNKNOWN | {"kind": "index"}
-    value = read_description(root, LISTING, descriptor.digest)
-    if value is not None and _is_summary(value):
+    def __init__(self, store: ContentStore, root: Path) -> None:
+        self._store, self._files = store, DescriptionFiles(root, LISTING)
+
+    def __enter__(self) -> SummaryReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: object, trace: TracebackType | None
+    ) -> None:
+        self._files.__exit__(kind, error, trace)
+
+    def read(self, descriptor: Descriptor) -> dict[str, Any]:
+        """Return ``size`` (bytes of all blobs) and ``kind`` (a dialect, or ``index``).
+
+        ``family``, ``type`` (quantization or dtype) and ``created`` are those in its config. They
+        are None, and ``kind`` is ``?``, if the manifest is missing or malformed.
+        """
+        if descriptor.media_type in mediatype.INDEXES:
+            return _UNKNOWN | {"kind": "index"}
+        value = self._files.read(descriptor.digest)
+        if value is not None and _is_summary(value):
+            return value
+        try:
+            raw = read_all(self._store.open(descriptor), descriptor)
+            return self.derive(descriptor, Manifest.parse(raw, digest=descriptor.digest))
+        except AImageError as error:
+            if not is_passing(error):
+                self._files.add(descriptor.digest, _UNKNOWN)
+        return _UNKNOWN
+
+    def derive(self, descriptor: Descriptor, manifest: Manifest) -> dict[str, Any]:
+        """Derive the summary of a manifest. Raises FormatError: it is not an AImage."""
+        from clowder_aimage.dialect import detect
+        from clowder_aimage.dialect.aimage import parse_config
+
+        dialect = detect(manifest)
+        size = sum(blob.size for blob in manifest.children)
+        value, is_final = _UNKNOWN | {"size": size, "kind": dialect.name}, True
+        try:
+            config = read_all(self._store.open(manifest.config), manifest.config)
+            properties = parse_config(dialect.read_config(manifest, config))
+            family = (
+                properties.get("family")
+                or properties.get("architecture")
+                or properties.get("format")
+            )
+            fields = {
+                "family": family,
+                "type": find_weight_type(properties),
+                "created": properties.get("created"),
+            }
+            value |= {key: _shorten(text) for key, text in fields.items()}
+        except (AImageError, OSError) as error:
+            is_final = not is_passing(error)
+        if is_final:
+            self._files.add(descriptor.digest, value)
         return value
-    try:
-        manifest = Manifest.parse(read_all(store.open(descriptor), descriptor))
-        return remember(root, store, descriptor, manifest)
-    except AImageError as error:
-        if not is_passing(error):
-            keep_description(root, LISTING, descriptor.digest, _UNKNOWN)
-    return _UNKNOWN
 
 
 def _is_summary(value: dict[str, Any]) -> bool:
@@ -48,31 +91,12 @@ def _is_summary(value: dict[str, Any]) -> bool:
     )
 
 
-def remember(
-    root: Path, store: ContentStore, descriptor: Descriptor, manifest: Manifest
-) -> dict[str, Any]:
+def keep_summary(
+    store: ContentStore, root: Path, descriptor: Descriptor, manifest: Manifest
+) -> None:
     """Keep the summary of a manifest, if possible. Raises FormatError: it is not an AImage."""
-    from clowder_aimage.dialect import detect
-    from clowder_aimage.layout.stored_aimage import interpret
-
-    size = sum(blob.size for blob in manifest.children)
-    value, is_final = _UNKNOWN | {"size": size, "kind": detect(manifest).name}, True
-    try:
-        properties = interpret(store, descriptor, manifest).aimage.properties
-        family = (
-            properties.get("family") or properties.get("architecture") or properties.get("format")
-        )
-        fields = {
-            "family": family,
-            "type": find_weight_type(properties),
-            "created": properties.get("created"),
-        }
-        value |= {key: _shorten(text) for key, text in fields.items()}
-    except (AImageError, OSError) as error:
-        is_final = not is_passing(error)
-    if is_final:
-        keep_description(root, LISTING, descriptor.digest, value)
-    return value
+    with SummaryReader(store, root) as summaries:
+        summaries.derive(descriptor, manifest)
 
 
 def find_weight_type(properties: Mapping[str, Any]) -> object:

@@ -6,6 +6,7 @@ unknown fields survive.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,6 +20,10 @@ from clowder_aimage.oci.digest import Digest
 
 MAX_MANIFEST_SIZE = MAX_DOCUMENT_SIZE
 _PARSED = ParseCache()
+# Manifests share most of their layers with others: a layer of up to this many bytes is parsed once.
+_MAX_LAYER = 1024
+_MAX_LAYERS = 2048
+_LAYERS, _SEPARATOR, _END = b'"layers":[{', b"},{", b"}]"
 _FIELDS = frozenset(
     "schemaVersion mediaType artifactType config layers manifests subject annotations".split()
 )
@@ -48,13 +53,15 @@ class Manifest:
         return (self.config, *self.layers)
 
     @classmethod
-    def parse(cls, raw: bytes, media_type: str = "") -> Manifest:
+    def parse(cls, raw: bytes, media_type: str = "", digest: Digest | None = None) -> Manifest:
         """Parse the bytes of a manifest; ``media_type`` is from the transport.
+
+        ``digest`` is that of the bytes, if it has been verified.
 
         Raises:
             FormatError: the bytes are not a manifest, or not one of that media type.
         """
-        document = parse_document(raw, media_type)
+        document = parse_document(raw, media_type, digest)
         if not isinstance(document, cls):
             raise FormatError(
                 f"{document.media_type} is an index, not a manifest",
@@ -106,8 +113,10 @@ def encode(value: object) -> bytes:
         raise FormatError(f"invalid Unicode text: {context!r}") from None
 
 
-def parse_document(raw: bytes, media_type: str = "") -> Manifest | Index:
-    """Parse a manifest or an index.
+def parse_document(
+    raw: bytes, media_type: str = "", digest: Digest | None = None
+) -> Manifest | Index:
+    """Parse a manifest or an index; ``digest`` is that of the bytes, if it has been verified.
 
     Raises:
         FormatError: it is not JSON, too large, both a manifest and an index (CVE-2021-41190), of
@@ -118,12 +127,17 @@ def parse_document(raw: bytes, media_type: str = "") -> Manifest | Index:
             f"a manifest of {len(raw)} bytes is too large: the limit is {MAX_MANIFEST_SIZE}",
             hint="pack the model into fewer layers, with its experts together",
         )
-    digest = Digest.of(raw)
+    if digest is None or digest.algorithm != "sha256":
+        digest = Digest.of(raw)
     return _PARSED.get((digest, media_type), len(raw), lambda: _parse(raw, media_type, digest))
 
 
 def _parse(raw: bytes, media_type: str, digest: Digest) -> Manifest | Index:
-    value = _load(raw)
+    text, layers = _split_layers(raw) or (raw, None)
+    value = _load(text)
+    if layers is not None and "layers" not in value:
+        # The list is that of another object
+        value, layers = _load(raw), None
     media_type = _resolve_media_type(value, media_type.partition(";")[0].strip())
     # A document that is a manifest to one client and an index to another is refused
     # (CVE-2021-41190).
@@ -147,7 +161,42 @@ def _parse(raw: bytes, media_type: str, digest: Digest) -> Manifest | Index:
             )
         return Index(manifests=_parse_descriptors(value, "manifests"), **common)
     config = Descriptor.from_json(value.get("config"), "config")
-    return Manifest(config=config, layers=_parse_descriptors(value, "layers"), **common)
+    layers = _parse_descriptors(value, "layers") if layers is None else layers
+    return Manifest(config=config, layers=layers, **common)
+
+
+def _split_layers(raw: bytes) -> tuple[bytes, tuple[Descriptor, ...]] | None:
+    """Return the text of a compact manifest with an empty list of layers, and the layers.
+
+    Texts that are valid objects each are a valid list with commas between them, and no other list
+    has that text. None if a layer is invalid, nested or long, or if the place of the list is
+    uncertain: the whole text is parsed then.
+    """
+    start, end = raw.find(_LAYERS) + len(_LAYERS), raw.rfind(_END)
+    if start < len(_LAYERS) or end < start:
+        return None
+    pieces = raw[start:end].split(_SEPARATOR)
+    rest = raw[: start - 1] + raw[end + 1 :]
+    if len(pieces) > _MAX_LAYERS or rest.count(b'"layers"') != 1 or b"\\" in rest:
+        return None
+    layers = list[Descriptor]()
+    for piece in pieces:
+        layer = _parse_layer(piece) if len(piece) <= _MAX_LAYER else None
+        if layer is None:
+            return None
+        layers.append(layer)
+    return rest, tuple(layers)
+
+
+@functools.lru_cache(maxsize=_MAX_LAYERS)
+def _parse_layer(text: bytes) -> Descriptor | None:
+    """Return the layer in the text between two braces; None if it is invalid or nested."""
+    try:
+        layer = Descriptor.from_json(read_json(b"{" + text + b"}", "a layer"), "a layer")
+    except FormatError:
+        return None
+    is_nested = any(isinstance(item, (dict, list)) for item in layer.extra.values())
+    return None if is_nested else layer
 
 
 def _load(raw: bytes) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -188,3 +189,32 @@ def test_a_manifest_that_is_not_readable_is_read_once(
     assert [row["kind"] for row in changed("--json", "ls", "bad").value] == ["?"]
     monkeypatch.setattr(summary, "read_all", lambda *_: pytest.fail("it was read again"))
     assert [row["kind"] for row in changed("--json", "ls", "bad").value] == ["?"]
+
+
+def test_a_store_filled_by_this_program_is_listed_without_reading_manifests(
+    stored: Stocked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(summary, "read_all", lambda *_: pytest.fail("a manifest was read"))
+    assert [row["kind"] for row in stored("ls", "tiny", "dated", "--json").value] == ["clowder"] * 2
+
+
+def test_names_set_by_another_tool_are_summarized_once(
+    changed: Stocked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.rmtree(changed.store / ".aimage")
+    index = json.loads((changed.store / "index.json").read_bytes())
+    (entry,) = (e for e in index["manifests"] if "tiny:latest" in e["annotations"].values())
+    index["manifests"] = []
+    blobs = changed.store / "blobs" / "sha256"
+    raw = json.loads((blobs / entry["digest"][7:]).read_bytes())
+    for number in range(40):
+        data = json.dumps(raw | {"annotations": {"n": str(number)}}).encode()
+        (blobs / hashlib.sha256(data).hexdigest()).write_bytes(data)
+        content = Descriptor.of(mediatype.OCI_MANIFEST, data).to_json()
+        index["manifests"].append(content | {"annotations": {mediatype.REF_NAME: f"m{number}:v1"}})
+    (changed.store / "index.json").write_text(json.dumps(index))
+    rows = changed("ls", "--json").value
+    assert [row["family"] for row in rows] == ["z-image"] * 40
+    assert [path.name for path in (changed.store / ".aimage" / "listing").iterdir()] == ["pack"]
+    monkeypatch.setattr(summary, "read_all", lambda *_: pytest.fail("a manifest was read again"))
+    assert changed("ls", "--json").value == rows

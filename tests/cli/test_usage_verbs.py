@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
+from clowder_aimage.content.open_directory import OpenDirectory
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.gc import Collector
 from clowder_aimage.layout.layered_store import LayeredStore
-from clowder_aimage.oci import Descriptor, Digest, Reference, mediatype
+from clowder_aimage.oci import Digest, Reference, mediatype
 from clowder_aimage.usage import NameUsage, UsageReport, measure_disk_usage, measure_usage
 from tests.process import Aimage
 
@@ -441,18 +442,18 @@ def test_each_document_is_read_once(maker: Store, monkeypatch: pytest.MonkeyPatc
         maker.name(manifest, f"a{number}")
         maker.name(manifest, f"b{number}")
         maker.name(maker.document({"manifests": [manifest]}, mediatype.OCI_INDEX), f"c{number}")
-    opened = []
-    real = ImageLayout.open
+    names = []
+    real = OpenDirectory.read
 
-    def record(self: ImageLayout, content: Descriptor, *rest: Any) -> Any:
-        opened.append(content)
-        return real(self, content, *rest)
+    def record(self: OpenDirectory, name: str, limit: int) -> bytes:
+        names.append(name)
+        return real(self, name, limit)
 
-    monkeypatch.setattr(ImageLayout, "open", record)
+    monkeypatch.setattr(OpenDirectory, "read", record)
     assert len(maker.usage.shares) == 40
-    documents = [content.digest for content in opened if str(content.digest) != config["digest"]]
+    documents = [name for name in names if name != config["digest"].removeprefix("sha256:")]
     assert len(documents) == len(set(documents)) == 40
-    assert len(opened) == 41
+    assert len(names) == 41
 
 
 @pytest.mark.slow
@@ -478,3 +479,15 @@ def test_du_of_a_thousand_aimages_with_1200_layers(aimage: Callable[..., Aimage]
     assert len(value["manifests"]) == 1000
     assert value["total"]["blobs"] == 1080 + 1000 * 122
     assert Reference.parse(value["manifests"][0]["references"][0]).repository.startswith("team/")
+
+
+def test_other_files_beside_the_blobs_do_not_matter(maker: Store) -> None:
+    maker.name(maker.manifest(maker.blob(b"{}"), maker.blob(b"one")), "a")
+    before = maker.usage
+    blobs = maker.root / "blobs"
+    (blobs / "sha1").write_bytes(b"a file")
+    (blobs / "sha256.old").mkdir()
+    (blobs / "sha256" / "README").write_bytes(b"no digest")
+    (blobs / "sha256" / ("a" * 63)).write_bytes(b"short")
+    assert maker.usage == before
+    assert measure_disk_usage(maker.layout).blobs == before.blobs == 3

@@ -559,7 +559,7 @@ COVERED = {
     "api/picture/request.py": "a bounded field of a form, by read_json",
     "api/ollama/text.py": "a bounded field of a body, by read_json",
     **dict.fromkeys(
-        ("cli/console/installation.py", "engine/frame.py"),
+        ("cli/console/installation.py", "distribution/name_table.py", "engine/frame.py"),
         "written by this program",
     ),
     **dict.fromkeys(

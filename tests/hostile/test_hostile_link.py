@@ -162,14 +162,14 @@ def test_a_link_that_comes_between_the_look_and_the_reading(
     stored(world, "x:v1")
     layout = ImageLayout(world.store)
     content = Descriptor.of(mediatype.AIMAGE_FILE, LAYER)
-    look = ImageLayout.find_path
+    locate = ImageLayout.locate
 
-    def path(self: ImageLayout, wanted: Descriptor, /) -> Path:
-        found = look(self, wanted)
+    def path(self: ImageLayout, wanted: Descriptor) -> str:
+        found = locate(self, wanted)
         make_link(world, "layer", "same")
         return found
 
-    monkeypatch.setattr(ImageLayout, "find_path", path)
+    monkeypatch.setattr(ImageLayout, "locate", path)
     with pytest.raises(NotFoundError), layout.open(content):
         pass
 

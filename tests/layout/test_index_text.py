@@ -5,11 +5,16 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from clowder_aimage.errors import FormatError
+from clowder_aimage.layout import index_text
 from clowder_aimage.layout.index_text import (
+    EntryLine,
+    FileText,
     encode_index,
     find_changes,
     find_lines,
@@ -43,6 +48,10 @@ def read(raw: bytes) -> list[Any]:
     return entries
 
 
+def replace(raw: bytes, lines: list[EntryLine], entries: list[Any]) -> bytes:
+    return b"".join(replace_lines(raw, lines, entries))
+
+
 def is_named(entry: Any, name: str) -> bool:
     return isinstance(entry, dict) and entry.get("annotations") == {"n": name}
 
@@ -63,6 +72,33 @@ def test_changes_between_texts_are_found(rng: random.Random) -> None:
         assert not count[1] - count[0]
 
 
+def test_changes_between_files_are_those_between_their_texts(
+    rng: random.Random, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(index_text, "_CHUNK", rng.randrange(8, 50))
+    for _ in range(10):
+        old = [random_entry(rng) for _ in range(rng.randrange(9))]
+        texts = [encode(old), encode(random_change(rng, old))]
+        with (tmp_path / "old").open("w+b") as first, (tmp_path / "new").open("w+b") as second:
+            files = []
+            for file, text in zip((first, second), texts, strict=True):
+                file.write(text)
+                file.flush()
+                files.append(FileText(file.fileno()))
+            assert find_changes(*files) == find_changes(*texts)
+            for needle in (b"\n", b"\n]", b"sha256", b"missing"):
+                assert files[0].find(needle) == texts[0].find(needle)
+                assert files[0].rfind(needle) == texts[0].rfind(needle)
+                assert files[0].find(needle, 5, 60) == texts[0].find(needle, 5, 60)
+                assert files[0].rfind(needle, 5, 60) == texts[0].rfind(needle, 5, 60)
+
+
+@pytest.mark.parametrize("text", [b"", b"{}", b"\n", b'{"manifests": []}', b"\n]\n"[:1]])
+def test_a_text_without_a_body_is_refused(text: bytes) -> None:
+    with pytest.raises(FormatError):
+        find_changes(text, encode([]))
+
+
 def test_entries_are_replaced_in_the_text(rng: random.Random) -> None:
     for _ in range(30):
         _check_replacement(rng)
@@ -74,14 +110,14 @@ def _check_replacement(rng: random.Random) -> None:
     lines = find_lines(raw, {name})
     named = [line.entry for line in lines]
     assert named == [entry for entry in old if is_named(entry, name)]
-    assert replace_lines(raw, lines, named) == raw
-    assert read(replace_lines(raw, lines, [*named, {"z": 1}])) == [*old, {"z": 1}]
+    assert replace(raw, lines, named) == raw
+    assert read(replace(raw, lines, [*named, {"z": 1}])) == [*old, {"z": 1}]
     left = [entry for entry in old if not is_named(entry, name)]
-    assert read(replace_lines(raw, lines, [])) == left
+    assert read(replace(raw, lines, [])) == left
     if named:
         first = next(i for i, entry in enumerate(old) if is_named(entry, name))
         moved = [*old[:first], {"y": 2}, *old[first + 1 :]]
-        assert read(replace_lines(raw, lines, [{"y": 2}, *named[1:]])) == moved
+        assert read(replace(raw, lines, [{"y": 2}, *named[1:]])) == moved
 
 
 def test_a_small_change_of_a_long_index_is_read_alone() -> None:

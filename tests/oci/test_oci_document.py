@@ -245,3 +245,75 @@ def test_a_mutated_manifest_parses_or_is_refused_with_our_error(data: st.DataObj
         return
     assert document.raw == bytes(raw)
     assert document.digest == Digest.of(bytes(raw))
+
+
+_COMPACT = json.dumps(MANIFEST, separators=(",", ":"))
+_LAYER = json.dumps(ENTRY, separators=(",", ":"))
+_CHANGED = _LAYER.replace('"size":0', '"size":1')
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        "",
+        _LAYER,
+        f"{_LAYER},{_CHANGED},{_LAYER}",
+        f"{_LAYER} , {_CHANGED}",
+        _LAYER.replace("}", ',"annotations":{"a":"},{","b":"}]"}}'),
+        _LAYER.replace("}", ',"platform":{"os":"linux"}}'),
+        _LAYER.replace("}", ',"list":[{"a":1},{"b":2}]}'),
+        _LAYER.replace("}", f',"annotations":{{"a":"{"long" * 300}"}}}}'),
+        ",".join([_LAYER] * 3000),
+    ],
+    ids="none one three spaced quoted nested list long many".split(),
+)
+@pytest.mark.parametrize("tail", ["", ',"annotations":{"a":"}]"}', ',"x":[{"y":1},{"layers":[]}]'])
+def test_layers_of_a_compact_manifest_are_those_of_its_json(layers: str, tail: str) -> None:
+    text = _COMPACT.replace(f"[{_LAYER}]", f"[{layers}]")[:-1] + tail + "}"
+    manifest = parse_document(text.encode())
+    assert isinstance(manifest, Manifest)
+    entries = json.loads(text)["layers"]
+    assert [layer.to_json() for layer in manifest.layers] == entries
+    assert parse_document(json.dumps(json.loads(text), indent=1).encode()).children == (
+        manifest.children
+    )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        # The list of another object, or of another key
+        _COMPACT.replace('"layers"', '"x":{"layers"')[:-1] + '},"layers":[]}',
+        _COMPACT.replace('"layers"', '"x":{"layers"')[:-1] + '},"l\\u0061yers":[]}',
+        _COMPACT.replace('"layers"', '"x\\"layers"')[:-1] + ',"layers":[]}',
+    ],
+)
+def test_only_the_layers_of_the_manifest_itself_are_its_layers(text: str) -> None:
+    manifest = parse_document(text.encode())
+    assert isinstance(manifest, Manifest)
+    assert manifest.layers == ()
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        (f"{_LAYER},{{}}", r"layers\[1\]: size must be"),
+        (f"{_LAYER}}},{{{_LAYER}", "not valid JSON"),
+        (f"{_LAYER},", "not valid JSON"),
+        (_LAYER.replace("}", ',"size":0}'), "duplicate key 'size'"),
+        (_LAYER.replace("}", ',"Size":0}'), "invalid key 'Size'"),
+        (_LAYER.replace("}", f',"x":{"[" * 99}{"]" * 99}}}'), "nested more than"),
+    ],
+)
+def test_the_error_of_a_layer_is_that_of_the_whole_text(layers: str, message: str) -> None:
+    text = _COMPACT.replace(f"[{_LAYER}]", f"[{layers}]")
+    for _ in range(2):
+        with pytest.raises(FormatError, match=message):
+            parse_document(text.encode())
+
+
+def test_manifests_share_the_values_of_equal_layers() -> None:
+    first, second = (
+        parse_document(f'{_COMPACT[:-1]},"annotations":{{"a":"{n}"}}}}'.encode()) for n in "12"
+    )
+    assert first.children[1] is second.children[1]

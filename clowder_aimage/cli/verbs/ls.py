@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Any
 
 import click
@@ -33,7 +32,7 @@ from clowder_aimage.cli.console.output import (
 from clowder_aimage.errors import AImageError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.completeness import is_partial
-from clowder_aimage.layout.summary import read_summary
+from clowder_aimage.layout.summary import SummaryReader
 from clowder_aimage.oci import Descriptor
 
 _FILTERED = ("reference", "family", "type", "kind", "partial")
@@ -89,7 +88,7 @@ def ls(
         (
             row
             for row in entries
-            if _matches(str(row["reference"]), patterns) and _passes(row, filters)
+            if (not remote or _matches(str(row["reference"]), patterns)) and _passes(row, filters)
         ),
         key=lambda row: str(row["reference"]),
     )
@@ -117,11 +116,11 @@ def ls(
 
 
 def _matches(name: str, patterns: tuple[str, ...]) -> bool:
+    if not patterns:
+        return True
     head, slash, component = name.rpartition("/")
     spelt = {name, f"{head}{slash}{component.partition('@')[0].partition(':')[0]}"}
-    return not patterns or any(
-        fnmatchcase(spelling, pattern) for spelling in spelt for pattern in patterns
-    )
+    return any(fnmatchcase(spelling, pattern) for spelling in spelt for pattern in patterns)
 
 
 def _passes(row: dict[str, Any], filters: Mapping[str, tuple[str, ...]]) -> bool:
@@ -154,14 +153,16 @@ def _iter_remote_rows() -> Iterator[dict[str, Any]]:
 
 
 def _iter_rows(layout: ImageLayout, patterns: tuple[str, ...]) -> Iterator[dict[str, Any]]:
-    for name, descriptor in layout.list_tags():
-        row: dict[str, Any] = {"reference": name, "digest": str(descriptor.digest)}
-        if _matches(name, patterns):
-            row |= read_summary(layout.root, layout, descriptor) | {"added": None}
-            with contextlib.suppress(OSError):
-                at = int(Path(layout.locate(descriptor)).stat().st_mtime)
-                row["added"] = datetime.fromtimestamp(at, UTC).isoformat()
-            if wants_value():
+    has_capabilities = wants_value()
+    with SummaryReader(layout, layout.root) as summaries:
+        for name, descriptor in layout.list_tags():
+            if not _matches(name, patterns):
+                continue
+            row: dict[str, Any] = {"reference": name, "digest": str(descriptor.digest)}
+            row |= summaries.read(descriptor) | {"added": None}
+            if (stored_at := layout.find_write_time(descriptor)) is not None:
+                row["added"] = datetime.fromtimestamp(int(stored_at), UTC).isoformat()
+            if has_capabilities:
                 row["capabilities"] = _list_capabilities(layout, descriptor)
             yield row | {"partial": True} if is_partial(layout, descriptor) else row
 
