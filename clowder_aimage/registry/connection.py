@@ -25,7 +25,7 @@ from urllib3.exceptions import ProtocolError, ReadTimeoutError, SSLError
 from urllib3.util.wait import wait_for_write
 
 from clowder_aimage.content.store import FileStream, Reader
-from clowder_aimage.content.timed_response import TimedResponse, parse_head
+from clowder_aimage.content.timed_response import OverdueError, TimedResponse, parse_head
 from clowder_aimage.registry.reach import Boundary
 
 _BLOCK = 1024 * 1024
@@ -230,7 +230,10 @@ class _PlainConnection:
         sock: Any = self.sock  # type: ignore[attr-defined]
         _set_timeout(sock, timeout)
         started = time.monotonic()
-        data: bytes = sock.recv(_FIRST_READ)
+        try:
+            data: bytes = sock.recv(_FIRST_READ)
+        except TimeoutError:
+            raise OverdueError("timed out") from None
         head = parse_head(data, method)
         if pool is not None and head is not None and not head.length and head.size == len(data):
             return BodilessResponse(head.status, urllib3.HTTPHeaderDict(head.pairs))

@@ -41,7 +41,11 @@ def nats(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nats]:
 
 @pytest.fixture
 def play_quietly(nats: Nats, tiny_store: Path, tmp_path: Path) -> Play:
-    """Return a function that plays a scene in a fleet of its own."""
+    """Return a function that plays a scene in a fleet of its own, without a hostile worker.
+
+    A scene uses it if others must not write to its streams, or if its access to NATS is not the
+    shipped one.
+    """
 
     def run(
         scene: Scene,

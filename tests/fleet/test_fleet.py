@@ -437,7 +437,7 @@ async def _given_up(fleet: FleetRun) -> list[dict[str, Any]]:
         return found
 
 
-def test_a_worker_that_vanished_too_often_is_named(play: Play) -> None:
+def test_a_worker_that_vanished_too_often_is_named(play_quietly: Play) -> None:
     async def scene(fleet: FleetRun) -> None:
         role = ScriptedRole(prompt_as_picture)
         async with fleet.gateway() as url, fleet.worker("w1", role):
@@ -464,7 +464,7 @@ def test_a_worker_that_vanished_too_often_is_named(play: Play) -> None:
                 found = await _published_again(link, job, ticket, fleet, url)
                 assert "w2, w3, w4, w5" in found and not role.served
 
-    play(scene)
+    play_quietly(scene)
 
 
 async def _published_again(

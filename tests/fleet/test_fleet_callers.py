@@ -225,7 +225,7 @@ def test_one_token_cannot_fill_a_small_stream_of_bodies(play: Play) -> None:
     play(scene)
 
 
-def test_the_server_counts_no_bytes_that_were_removed(play: Play) -> None:
+def test_the_server_counts_no_bytes_that_were_removed(play_quietly: Play) -> None:
     """A server stops to store anything once what it counts has reached max_file_store."""
 
     async def scene(fleet: FleetRun) -> None:
@@ -258,4 +258,4 @@ def test_the_server_counts_no_bytes_that_were_removed(play: Play) -> None:
             await until_async(is_as_before)
             assert await count_lost() == before
 
-    play(scene)
+    play_quietly(scene)

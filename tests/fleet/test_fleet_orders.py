@@ -28,12 +28,14 @@ pytestmark = pytest.mark.integration
 Play = Callable[..., None]
 
 
-async def order(link: FleetLink, worker: str, headers: dict[str, str]) -> bool:
-    """Send an order to drain a worker; return True if it answers."""
+async def order(
+    link: FleetLink, worker: str, headers: dict[str, str], seconds: float = 0.3
+) -> bool:
+    """Send an order to drain a worker; return True if it answers in time."""
     subject = link.names.build_control_subject(worker)
     try:
         await link.client.request(
-            subject, json.dumps({"order": "drain"}).encode(), timeout=0.3, headers=headers
+            subject, json.dumps({"order": "drain"}).encode(), timeout=seconds, headers=headers
         )
     except (NatsTimeoutError, NoRespondersError, TimeoutError):
         return False
@@ -79,7 +81,7 @@ def test_an_order_counts_once_and_only_if_an_operator_signed_it(play: Play) -> N
                 assert not await order(operator, "w", wrong)
             assert not worker._build_status().is_draining
             signed = operator.sign(subject, data)
-            assert await order(operator, "w", signed)
+            assert await order(operator, "w", signed, PATIENCE)
             assert worker._build_status().is_draining
             assert (await give_order(operator, "w", "resume"))["is_draining"] is False
             assert not await order(operator, "w", signed)
@@ -179,7 +181,7 @@ def test_a_key_set_is_used_only_if_the_root_signed_it_and_never_an_older_one(
     play(scene)
 
 
-def test_a_program_says_what_its_key_lacks(play: Play) -> None:
+def test_a_program_says_what_its_key_lacks(play_quietly: Play) -> None:
     async def scene(fleet: FleetRun) -> None:
         root, access = FleetKey.generate(ROOT).public, fleet.access_of(WORKER)
         for kind, changed, error, reason in (
@@ -198,4 +200,4 @@ def test_a_program_says_what_its_key_lacks(play: Play) -> None:
                     async with asyncio.timeout(PATIENCE):
                         await link.wait_until_ready(PATIENCE)
 
-    play(scene)
+    play_quietly(scene)

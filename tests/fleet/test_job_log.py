@@ -190,7 +190,7 @@ def test_a_model_that_a_job_pulled_has_the_name_that_was_asked_for(play: Play) -
 
 
 def test_a_job_that_another_worker_removed_from_the_queue_is_published_again(
-    play: Play, monkeypatch: pytest.MonkeyPatch
+    play_quietly: Play, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A worker may acknowledge any message; a job ends only by its marks."""
     monkeypatch.setattr(job_reader, "SILENCE", 0.05)
@@ -212,7 +212,7 @@ def test_a_job_that_another_worker_removed_from_the_queue_is_published_again(
             assert (status, answer["data"][0]["b64_json"]) == (200, "a cat 1")
             assert role.served == ["a cat"]
 
-    play(scene)
+    play_quietly(scene)
 
 
 def test_a_job_that_workers_remove_again_and_again_is_given_up(
