@@ -143,7 +143,7 @@ def test_a_store_that_cannot_be_written_is_described(
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError("read-only")
 
-    monkeypatch.setattr(description_module, "write_shared", refuse)
+    monkeypatch.setattr(description_module, "write_all", refuse)
     descriptions = ModelDescriptions(layout)
     assert descriptions.find(descriptor) == descriptions.find(descriptor) is not None
     assert len(derived) == 1
