@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from clowder_aimage.content.atomic_file import sync_directory
+from clowder_aimage.content.file_system import is_file_locked
+from clowder_aimage.content.open_directory import READ
 from clowder_aimage.content.store import LAYOUT_FILE
 from clowder_aimage.document.similarity import find_nearest
 from clowder_aimage.errors import FormatError, StoreError, UsageError
@@ -44,6 +46,7 @@ from clowder_aimage.layout.metadata import MetadataFiles, build_file_name, write
 from clowder_aimage.oci import Digest, Reference, mediatype, read_json
 from clowder_aimage.oci.reference import DEFAULT_TAG
 
+_LOCK = "lock"
 MAX_INDEX_SIZE = 64 * 1024 * 1024
 # In order of preference: containerd's exports have only the tag as ref.name.
 _NAMES = (
@@ -255,7 +258,7 @@ def edit_index(root: Path, names: Collection[str] | None = None) -> Iterator[dic
     With ``names`` it may have only the entries of these names. Entries are replaced, and not
     changed. Unknown fields and entries are kept. Concurrent changes by other tools are merged.
     """
-    with hold_lock(root, "lock"):
+    with hold_lock(root, _LOCK):
         if not (root / "oci-layout").exists():
             _replace(root, "oci-layout", LAYOUT_FILE)
             with translate_store_errors(root):
@@ -268,8 +271,18 @@ def edit_index(root: Path, names: Collection[str] | None = None) -> Iterator[dic
         with edit as edited:
             yield edited.value
         written = _write(root, file, edited)
-        if written is not None and edited.is_complete:
+        if written is not None and edited.is_complete and _is_alone(root):
             write_stamp(root, written)
+
+
+def _is_alone(root: Path) -> bool:
+    """Return True if the lock that is held excludes other processes.
+
+    Where locks have no effect, another process may be writing an index without the last record.
+    """
+    with contextlib.suppress(OSError):
+        return is_file_locked(root / PRIVATE / _LOCK, READ)
+    return False
 
 
 @dataclass(slots=True)

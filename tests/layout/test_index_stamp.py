@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -273,3 +274,23 @@ def test_no_kill_undoes_a_name_or_a_removal(
         assert names.items() <= read_names(store).items()
         position += 1
     assert position > 15
+
+
+def test_a_name_is_kept_where_locks_have_no_effect(
+    store: ImageLayout, model: Manifest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process tags after the last look at the index, before it is replaced."""
+    monkeypatch.setattr(fcntl, "flock", lambda *_: None)
+    replace = index_module._replace
+
+    def replace_late(*arguments: Any) -> Any:
+        monkeypatch.setattr(index_module, "_replace", replace)
+        store.tag(model.descriptor, parse("theirs:v1"))
+        return replace(*arguments)
+
+    monkeypatch.setattr(index_module, "_replace", replace_late)
+    store.tag(model.descriptor, parse("ours:v1"))
+    assert {"ours:v1", "theirs:v1"} <= read_names(store).keys()
+    # A name of another process must not be lost by what is written next
+    store.tag(model.descriptor, parse("later:v1"))
+    assert {"ours:v1", "theirs:v1", "later:v1"} <= read_names(store).keys()
