@@ -29,7 +29,7 @@ FLOORS = {
     "fleet": 93,
     "formats": 97,
     "generation": 97,
-    "http": 92,
+    "http": 91,
     "importer": 97,
     "layout": 96,
     "model": 96,
