@@ -834,7 +834,7 @@ def test_the_shipped_configuration_allows_what_a_fleet_does(
         own.kill()
 
 
-def test_a_finished_job_that_the_server_left_on_the_queue_is_removed(play: Play) -> None:
+def test_a_finished_job_that_the_server_left_on_the_queue_is_removed(play_quietly: Play) -> None:
     async def scene(fleet: FleetRun) -> None:
         link = fleet.gateway_link()
         async with link.open(), fleet.gateway() as url:
@@ -854,7 +854,7 @@ def test_a_finished_job_that_the_server_left_on_the_queue_is_removed(play: Play)
 
             await until_async(is_removed)
 
-    play(scene)
+    play_quietly(scene)
 
 
 def test_a_cluster_loses_a_server_and_no_job(play: Play, tmp_path: Path) -> None:

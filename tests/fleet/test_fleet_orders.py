@@ -58,7 +58,7 @@ async def wait_until_empty(link: FleetLink) -> None:
     await until_async(is_empty)
 
 
-def test_an_order_counts_once_and_only_if_an_operator_signed_it(play: Play) -> None:
+def test_an_order_counts_once_and_only_if_an_operator_signed_it(play_quietly: Play) -> None:
     async def scene(fleet: FleetRun) -> None:
         operator = fleet.operator()
         async with (
@@ -87,7 +87,7 @@ def test_an_order_counts_once_and_only_if_an_operator_signed_it(play: Play) -> N
             assert not await order(operator, "w", signed)
             assert not worker._build_status().is_draining
 
-    play(scene)
+    play_quietly(scene)
 
 
 def test_a_job_that_no_gateway_signed_is_removed_and_not_served(play: Play) -> None:

@@ -216,7 +216,7 @@ def test_a_job_that_another_worker_removed_from_the_queue_is_published_again(
 
 
 def test_a_job_that_workers_remove_again_and_again_is_given_up(
-    play: Play, monkeypatch: pytest.MonkeyPatch
+    play_quietly: Play, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(job_reader, "SILENCE", 0.02)
 
@@ -237,7 +237,7 @@ def test_a_job_that_workers_remove_again_and_again_is_given_up(
             assert (status, answer["error"]["code"]) == (500, "job_given_up")
             assert not role.served
 
-    play(scene)
+    play_quietly(scene)
 
 
 def test_what_a_job_stored_is_removed_when_it_is_over(play: Play) -> None:
@@ -280,7 +280,7 @@ def test_what_a_job_stored_is_removed_when_it_is_over(play: Play) -> None:
 
 @pytest.mark.parametrize("taker", ["w1", "w2"])
 def test_a_job_that_another_worker_sent_back_to_the_queue_is_not_begun_twice(
-    play: Play, monkeypatch: pytest.MonkeyPatch, taker: str
+    play_quietly: Play, monkeypatch: pytest.MonkeyPatch, taker: str
 ) -> None:
     """Any worker may do so with the messages of others, by their numbers."""
 
@@ -316,4 +316,4 @@ def test_a_job_that_another_worker_sent_back_to_the_queue_is_not_begun_twice(
                 kinds = await read_kinds(link, run.job.id)
                 assert kinds == [BEGIN, END] and not other.served and role.served == ["a cat"]
 
-    play(scene)
+    play_quietly(scene)
