@@ -180,7 +180,9 @@ def test_run_draws_the_picture_in_the_terminal(
         viewer.chmod(0o755)
         path = {"PATH": f"{viewer.parent}:{os.environ['PATH']}"}
         master, slave = pty.openpty()
-        command = [*PROGRAM, "run", "tiny", "a fox", "--seed", "7", *options]
+        # The terminal ends with the program: its signal must not end the viewer
+        command = ["/bin/sh", "-c", "trap '' HUP; exec \"$@\"", "sh", *PROGRAM]
+        command += ["run", "tiny", "a fox", "--seed", "7", *options]
         child = spawn_at(slave, command, env=here.env() | XTERM | terminal | path, cwd=here.home)
         shown = screen_of(master, b"\x1b[?62;4;22c")
     assert child.wait(60) == 0
