@@ -197,17 +197,21 @@ class SmallConcurrency:
     def may_grow(self) -> bool:
         return self.value < self._limit
 
-    def record(self, timestamp: float, used: float) -> None:
-        """Account for the processor time ``used`` by this process until ``timestamp``."""
+    def record(self, timestamp: float, used: float) -> bool:
+        """Account for the processor time ``used`` by this process until ``timestamp``.
+
+        Returns True if the number has grown.
+        """
         if self._began is None:
             self._began = timestamp, used
-            return
-        elapsed = timestamp - self._began[0]
+            return False
+        elapsed, before = timestamp - self._began[0], self.value
         if elapsed < MEASURING_TIME:
-            return
+            return False
         if used - self._began[1] < _BUSY * elapsed:
             self.value = min(self._limit, 2 * self.value)
         self._began = timestamp, used
+        return self.value > before
 
 
 class ConcurrencyProbe:

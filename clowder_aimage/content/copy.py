@@ -209,7 +209,8 @@ class _BlobPush:
                 return None
             blob = self._pending.popleft()
             self._active += 1
-            if not self._pending:
+            # Large blobs use all connections
+            if not self._pending or is_large(self._pending[0]):
                 self._needed.notify_all()
             return blob
 
@@ -217,11 +218,8 @@ class _BlobPush:
         """Return True if another connection would not speed up the push of a blob."""
         if is_large(blob):
             return False
-        if self._small.may_grow:
-            before = self._small.value
-            self._small.record(time.monotonic(), time.process_time())
-            if self._small.value > before:
-                self._needed.notify_all()
+        if self._small.may_grow and self._small.record(time.monotonic(), time.process_time()):
+            self._needed.notify_all()
         return self._active >= self._small.value
 
     def _push(self, blob: Descriptor) -> None:

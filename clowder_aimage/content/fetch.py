@@ -223,11 +223,9 @@ class BlobDownload:
         """Return True for a connection that would not speed up the small blobs, which are next."""
         if not self._pending or is_large(self._pending[0]):
             return False
-        if self._small_concurrency.may_grow:
-            before = self._small_concurrency.value
-            self._small_concurrency.record(time.monotonic(), time.process_time())
-            if self._small_concurrency.value > before:
-                self._needed.notify_all()
+        concurrency = self._small_concurrency
+        if concurrency.may_grow and concurrency.record(time.monotonic(), time.process_time()):
+            self._needed.notify_all()
         return self._small >= self._small_concurrency.value
 
     def _is_next_large(self) -> bool:
