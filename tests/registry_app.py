@@ -39,6 +39,7 @@ class RegistryThread:
         self._layout = layout
         self._loop = asyncio.new_event_loop()
         self._ready = threading.Event()
+        self._closed = asyncio.Event()
         self.host = ""
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -48,19 +49,19 @@ class RegistryThread:
         asyncio.set_event_loop(self._loop)
         runner = web.AppRunner(registry_app(self._layout), access_log=None)
 
-        async def begin() -> None:
+        async def serve() -> None:
             await runner.setup()
             site = web.TCPSite(runner, "127.0.0.1", 0)
             await site.start()
             self.host = f"127.0.0.1:{runner.addresses[0][1]}"
             self._ready.set()
+            await self._closed.wait()
+            await runner.cleanup()
 
-        self._loop.run_until_complete(begin())
-        self._loop.run_forever()
-        self._loop.run_until_complete(runner.cleanup())
+        self._loop.run_until_complete(serve())
         self._loop.run_until_complete(self._loop.shutdown_default_executor())
         self._loop.close()
 
     def close(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._loop.call_soon_threadsafe(self._closed.set)
         self._thread.join(60)
