@@ -147,7 +147,7 @@ def test_wrong_content_is_not_fetched_again_until_the_tag_moves(
     assert node.metric("aimage_digest_mismatch_total") == 1
     blobs = publisher.blobs()
     rounds(publisher)
-    publisher.refuse(lambda passed: True)  # registry failures do not trigger a fetch either
+    publisher.refuse(lambda passed: True, 501)  # registry failures do not trigger a fetch either
     until(lambda: node.model(ref)["code"] == "registry_failed", "the failure to be told")
     publisher.proxy.instead = None
     until(lambda: node.model(ref)["code"] == "verification_failed", "the old reason")

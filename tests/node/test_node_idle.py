@@ -80,7 +80,7 @@ def test_a_deleted_blob_is_noticed_at_the_next_turn(
 ) -> None:
     async def play() -> tuple[int, int]:
         bench, names = await idle(tmp_path, publisher)
-        publisher.refuse(lambda passed: True, 503)
+        publisher.refuse(lambda passed: True, 501)
         pass_tick(tmp_path)
         largest(bench).unlink()
         looks.clear()
@@ -99,7 +99,7 @@ def test_a_restored_tag_is_noticed_at_the_next_turn(
         bench, names = await idle(tmp_path, publisher)
         first = Reference.parse(names[0])
         descriptor = bench.store.resolve(first)
-        publisher.refuse(lambda passed: True, 503)
+        publisher.refuse(lambda passed: True, 501)
         bench.store.untag(first)
         await bench.turn(11.0)
         missing = bench.node.list_missing()
@@ -117,7 +117,7 @@ def test_a_truncated_blob_is_noticed_after_max_age(
 ) -> None:
     async def play() -> list[str]:
         bench, _ = await idle(tmp_path, publisher)
-        publisher.refuse(lambda passed: True, 503)
+        publisher.refuse(lambda passed: True, 501)
         path = largest(bench)
         path.chmod(0o644)
         with path.open("r+b") as file:
@@ -196,7 +196,7 @@ def test_an_unreadable_store_is_checked_again(
 ) -> None:
     async def play() -> tuple[bool, list[str]]:
         bench, names = await idle(tmp_path, publisher)
-        publisher.refuse(lambda passed: True, 503)
+        publisher.refuse(lambda passed: True, 501)
         bench.node.look_again()
         with monkeypatch.context() as broken:
             error = StoreError("cannot read /srv/store: too many open files")

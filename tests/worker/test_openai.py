@@ -530,7 +530,8 @@ def test_a_full_queue_is_503_with_retry_after(live: LocalWorker, client: Any) ->
 
 @pytest.mark.worker_only("requests wait in its own queue")
 def test_the_sdk_retries_after_a_full_queue(live: LocalWorker) -> None:
-    with begun(live.url) as answer:
+    # few steps: after a long estimated wait the SDK does not retry
+    with begun(live.url, steps=100) as answer:
         (model,) = live.service.engine.list_loaded()
         assert model.runner is not None
         pid = model.runner.pid
