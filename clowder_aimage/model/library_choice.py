@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from clowder_aimage.errors import UsageError, build_extra_error
+from clowder_aimage.tensor.quantization import FP8
 
 AUTO, MLX, TORCH = "auto", "mlx", "torch"
 BACKENDS = (AUTO, MLX, TORCH)
@@ -39,18 +40,21 @@ class TorchTuning:
     compile: compile the layers of transformers when they run first. attention: diffusers' name of
     an attention backend, such as flash or sage; None for that of PyTorch. device: PyTorch's name
     of a device, such as cuda:1; None for the first GPU that works, else the CPU.
+    compute: FP8 for products of 8-bit floats in the layers of transformers; None for those of the
+    compute type.
     """
 
     compile: bool = False
     attention: str | None = None
     device: str | None = None
+    compute: str | None = None
 
     def check(self, library: str) -> None:
         """Reject options that ``library`` does not have. Raises UsageError."""
         if self != TorchTuning() and library != TORCH:
             raise UsageError(
-                f"{library} was selected, but a device, compilation and an attention backend are "
-                "options of torch",
+                f"{library} was selected, but a device, compilation, an attention backend and fp8 "
+                "are options of torch",
                 remedy="use_torch",
             )
 
@@ -129,6 +133,11 @@ def parse_backend(description: str) -> str:
     """Return the backend that a picture states by ``describe``, or AUTO if it is not installed."""
     name = TORCH if description.startswith(f"{TORCH} ") else MLX
     return name if description and _is_installed(name) else AUTO
+
+
+def parse_compute(description: str) -> str | None:
+    """Return FP8 if a picture states by ``describe`` that it was computed so, else None."""
+    return FP8 if description.endswith(f", {FP8}") else None
 
 
 def describe_unused_gpu(library: str, why: str) -> str | None:

@@ -63,7 +63,7 @@ def test_a_device_that_does_not_exist_is_refused_before_anything_is_pulled(
     said = here(*how, "--device", "gpu", code=2).err
     assert "unknown device 'gpu': use cuda, cuda:1 and so on, mps or cpu" in said
     said = here(*how[:-1], "mlx", "--device", "cpu", code=2).err
-    assert "compilation and an attention backend are options of torch" in said
+    assert "compilation, an attention backend and fp8 are options of torch" in said
     assert "select it with --backend torch" in said
 
 

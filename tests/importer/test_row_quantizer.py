@@ -149,7 +149,9 @@ def test_mlx_dequantizes_the_same_values_bit_for_bit(dtype: str) -> None:
 
 def make_model(directory: Path, dtype: str = "BF16", **changed: np.ndarray) -> ValuedModel:
     """Write a model with three blocks, a refiner and an embedder."""
-    shapes = {f"layers.{number}.{name}": (64, 96) for number in range(3) for name in BLOCK}
+    shapes: dict[str, tuple[int, ...]] = {
+        f"layers.{number}.{name}": (64, 96) for number in range(3) for name in BLOCK
+    }
     shapes |= {f"noise_refiner.0.{name}": (64, 96) for name in BLOCK}
     shapes |= {"layers.1.adaLN_modulation.0.weight": (64, 64), "x_embedder.weight": (64, 64)}
     shapes |= {"layers.1.narrow.weight": (64, 40), "layers.1.attention_norm1.weight": (64,)}
