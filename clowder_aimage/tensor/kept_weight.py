@@ -30,7 +30,13 @@ _SENSITIVE: tuple[tuple[str, re.Pattern[str]], ...] = (
 )
 _FIRST, _LAST = "first block", "last block"
 # The lists of a network's blocks, in the order of computation. Refiners are not among them.
-_LISTS = ("transformer_blocks", "single_transformer_blocks", "layers", "layer", "blocks")
+_LISTS = {
+    "transformer_blocks": 0,
+    "single_transformer_blocks": 1,
+    "layers": 2,
+    "layer": 2,
+    "blocks": 2,
+}
 # The outermost list: a block may have lists, too
 _BLOCK = re.compile(rf"((?:[^.]+\.)*?)({'|'.join(_LISTS)})\.(\d{{1,6}})\..+")
 
@@ -74,7 +80,7 @@ def _find_ends(names: Iterable[str]) -> Iterable[tuple[str, str]]:
     networks: dict[str, set[tuple[int, int, str]]] = {}
     for match in filter(None, map(_BLOCK.fullmatch, names)):
         network, blocks, number = match.groups()
-        block = _LISTS.index(blocks), int(number), f"{network}{blocks}.{number}."
+        block = _LISTS[blocks], int(number), f"{network}{blocks}.{number}."
         networks.setdefault(network, set()).add(block)
     for found in networks.values():
         yield min(found)[2], _FIRST
