@@ -76,3 +76,23 @@ def test_a_device_is_named_and_recorded(aimage: Callable[[], Aimage]) -> None:
     assert here("replay", "t.png", "--device", "cpu").line == "equal"
     said = here("replay", "t.png", "--device", "cuda:99", code=2).err
     assert "PyTorch cannot compute on the device cuda:99" in said
+
+
+def test_a_picture_in_fp8_is_replayed_in_fp8(aimage: Callable[[], Aimage]) -> None:
+    """A CPU computes the product of the dequantized values."""
+    here = aimage()
+    done = here("create", "tiny", TINY, "--quantize", "fp8")
+    assert "2 of 73 tensors are mxfp8 with one scale for each row (fp8); not" in done.err
+    how = ("run", "tiny", "a fox", *PICTURE, "--local", "-o", "t.png", "--compute", "fp8")
+    made = here(*how, "--backend", "torch", "--device", "cpu", "--json").value
+    assert made["backend"].endswith(" cpu, fp8")
+    again = here("replay", "t.png", "--device", "cpu", "--json").value
+    assert again["equal"] and again["backend"] == made["backend"]
+    said = here(*how, "--backend", "mlx", code=2).err
+    assert "an attention backend and fp8 are options of torch" in said
+    here("convert", "tiny", "coded", "--quantize", "int8", code=2)
+    here("create", "coded", TINY, "--quantize", "int8")
+    coded = ("run", "coded", *how[2:], "--backend", "torch", "--device", "cpu")
+    said = here(*coded, code=1).err
+    assert "cannot be computed in fp8: it is int8 with a scale for 64 values" in said
+    assert "use the model with float or fp8 weights" in said
