@@ -107,7 +107,8 @@ def load(directory: Path, precision: str, store: ImageLayout) -> tuple[FlowPipel
     if is_computed:
         options = {"backend": TORCH, "tuning": TorchTuning(device="cpu", compute=FP8)}
     pipeline = load_pipeline(store, aimage, dtype=dtype, **options)
-    return pipeline, sum(layer.dtype == recipe.precision for layer in aimage.layers)
+    count = sum(layer.dtype == recipe.precision for layer in aimage.layers) if quantize else 0
+    return pipeline, count
 
 
 def request(scene: Scene, seed: int) -> GenerateRequest:

@@ -71,6 +71,10 @@ class RowScaledTensor(torch.Tensor):  # type: ignore[misc]
     def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:
         return ["codes", "scales"], self.dtype
 
+    def _stable_hash_for_caching(self) -> str:
+        """Return what the compiled code depends on, for PyTorch's cache of it."""
+        return f"{type(self).__qualname__} {tuple(self.shape)} {self.dtype} {self.device}"
+
     @classmethod
     def __tensor_unflatten__(
         cls, tensors: dict[str, torch.Tensor], dtype: torch.dtype, *_: Any
