@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,14 +21,22 @@ from clowder_aimage.layout.stored_aimage import read_aimage
 from clowder_aimage.model.library_choice import TorchTuning, parse_backend, parse_compute
 from clowder_aimage.model.loader import load_pipeline
 from clowder_aimage.oci import Reference
+from tests.model.model_blobs import import_directory
 from tests.parity.compare import made
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("diffusers")
 pytest.importorskip("transformers")
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from tests.parity.make_flux2 import make_flux2
+
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
 SHAPES = Path(__file__).parents[2] / "examples" / "shapes" / "model"
 REQUEST = GenerateRequest.of("a red circle", width=32, height=32, steps=2, seed=3)
+# With rows that are a multiple of 32, which most seeds do not draw
+FLUX2_SEED = 624
 NAME = "transformer/layers.1.attention.to_q.weight"
 
 
@@ -142,3 +151,19 @@ def test_adapters_change_them(store: ImageLayout, kind: str) -> None:
     assert correlate(changed, before) < 0.98
     coded.use_adapters([])
     assert np.array_equal(latents(coded), before)
+
+
+def test_flux2_has_matrices_of_both_kinds_of_blocks(tmp_path: Path) -> None:
+    """Between the first and the last block; the seed draws 64 channels and five blocks."""
+    make_flux2(tmp_path / "files", FLUX2_SEED, is_distilled=True)
+    stored = import_directory(tmp_path / "files", tmp_path / "blobs")
+    coded, exact = (
+        load_pipeline(*stored, backend="torch", dtype="float32", tuning=TorchTuning(compute=one))
+        for one in ("fp8", None)
+    )
+    found = latents(coded)
+    assert 0.99 < correlate(found, latents(exact)) < 1
+    matrices = list_matrices(coded)
+    assert {name.split(".attn")[0].split(".ff")[0] for name in matrices} == {
+        *("transformer_blocks.1", "single_transformer_blocks.0", "single_transformer_blocks.1")
+    }
