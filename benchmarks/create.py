@@ -12,10 +12,10 @@ floor     a script of twenty lines: read the shards in pieces of 4 MiB, hash the
 create    ``aimage create`` into a new store, which is synced as well
 
 ``--quantize`` adds two rows: ``aimage create --quantize int8``, or another TYPE, and MLX's own
-quantization of the same tensors, evaluated one after the other on the CPU, in three parts: reading,
-quantizing, and both. With ``--all-in-one`` the model is a single file for ComfyUI instead: a
-transformer of the widths of Z-Image-Turbo, with the stacked projections that ``create`` divides, a
-small text encoder and the VAE. Figures are medians; rounds are interleaved.
+quantization of the same tensors (to mxfp8 for fp8), evaluated one after the other on the CPU, in
+three parts: reading, quantizing, and both. With ``--all-in-one`` the model is a single file for
+ComfyUI instead: a transformer of the widths of Z-Image-Turbo, with the stacked projections that
+``create`` divides, a small text encoder and the VAE. Figures are medians; rounds are interleaved.
 Peak memory is that of the process, as the kernel reports it for children that have ended.
 """
 
@@ -40,7 +40,8 @@ from typing import Any
 
 from clowder_aimage.family.image_family import Z_IMAGE, LayoutComponent
 from clowder_aimage.family.name_table import TensorChange
-from clowder_aimage.tensor import Quantization, encode_header
+from clowder_aimage.importer import Recipe
+from clowder_aimage.tensor import encode_header
 
 MIB = 1024 * 1024
 DIM, HIDDEN = 3840, 10240  # of Z-Image-Turbo
@@ -210,7 +211,8 @@ def measure(directory: Path, gib: float, shards: int, runs: int, quantize: str |
         if quantize:
             quantized = row(f"create --quantize {quantize}")
             run(quantized, [*aimage, "m", str(model), f"--quantize={quantize}"], place)
-            kind = Quantization.parse(quantize).type
+            (quantization,) = Recipe.parse(quantize=quantize).quantize.values()
+            kind = quantization.type
             terms = [kind.mode, str(kind.bits), str(kind.group_size)]
             mlx = [sys.executable, "-c", MLX, *terms, *paths]
             times = run(row("MLX, the whole process"), mlx, place)

@@ -2,8 +2,10 @@
 
 Pictures of the 300 held-out scenes of examples/shapes, each with its own seed, 8 steps and no
 guidance, are judged from their pixels alone. There is a row for each precision: computed in
-float32, in bfloat16, and in float32 from an AImage with a quantized transformer. ``--diffusers``
-adds the figures of diffusers with the same model, and the largest difference between the two.
+float32, in bfloat16, in float32 from an AImage with a quantized transformer, and with PyTorch from
+that of fp8 with products of fp8 (``--compute fp8``). "Mean" and "largest" are of the differences of
+all values from those in float32, of 255. ``--diffusers`` adds the figures of diffusers with the
+same model, and the largest difference between the two.
 
 ``--cache`` measures the step cache instead: a row for each number of steps and threshold, in
 float32. "Skipped" is the share of the main blocks' evaluations; "time" is the median, over the
@@ -50,6 +52,7 @@ from clowder_aimage.importer import Recipe
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import read_aimage
 from clowder_aimage.model.flow.pipeline import FlowPipeline
+from clowder_aimage.model.library_choice import TORCH, TorchTuning
 from clowder_aimage.model.loader import load_pipeline
 from clowder_aimage.model.lora_text import parse_use
 from clowder_aimage.model.pipeline import Image, PictureInput
@@ -57,6 +60,7 @@ from clowder_aimage.model.text.enhancement import build_enhancement_request, col
 from clowder_aimage.model.text.runtime import load_language_model
 from clowder_aimage.model.zimage.transformer import Block
 from clowder_aimage.oci import Digest, Reference
+from clowder_aimage.tensor.quantization import FP8
 
 SHAPES = Path(__file__).parents[1] / "examples" / "shapes"
 sys.path.insert(0, str(SHAPES))
@@ -73,8 +77,10 @@ THRESHOLDS = (0.0, 0.05, 0.1, 0.2, 0.3, 0.5)
 INPAINTED = 60  # scenes
 STRENGTHS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 MARGIN = 16  # pixels around an item that is painted over: two latent cells
-QUANTIZED = ("int8", "mxfp8", "int4", "nvfp4")
-PRECISIONS = ("float32", "bfloat16", *QUANTIZED)
+QUANTIZED = ("int8", "fp8", "mxfp8", "int4", "nvfp4")
+# From the AImage of fp8, with products of fp8
+COMPUTED = "fp8 computed"
+PRECISIONS = ("float32", "bfloat16", *QUANTIZED, COMPUTED)
 COLUMNS: tuple[str, ...] = (
     "colour",
     "shape",
@@ -90,13 +96,19 @@ Pixels = npt.NDArray[np.uint8]
 
 def load(directory: Path, precision: str, store: ImageLayout) -> tuple[FlowPipeline, int]:
     """Load a model in one of PRECISIONS; return it and its number of quantized tensors."""
-    name = Reference.parse(f"shapes:{precision}")
-    quantize = precision if precision in QUANTIZED else None
-    create(store, name, directory, recipe=Recipe.parse(quantize=quantize))
+    name = Reference.parse(f"shapes:{precision.replace(' ', '-')}")
+    is_computed = precision == COMPUTED
+    quantize = FP8 if is_computed else precision if precision in QUANTIZED else None
+    recipe = Recipe.parse(quantize=quantize)
+    create(store, name, directory, recipe=recipe)
     aimage = read_aimage(store, name).aimage
     dtype = precision if precision == "bfloat16" else "float32"
-    pipeline = load_pipeline(store, aimage, dtype=dtype)
-    return pipeline, sum(layer.dtype == quantize for layer in aimage.layers) if quantize else 0
+    options: dict[str, Any] = {}
+    if is_computed:
+        options = {"backend": TORCH, "tuning": TorchTuning(device="cpu", compute=FP8)}
+    pipeline = load_pipeline(store, aimage, dtype=dtype, **options)
+    count = sum(layer.dtype == recipe.precision for layer in aimage.layers) if quantize else 0
+    return pipeline, count
 
 
 def request(scene: Scene, seed: int) -> GenerateRequest:
@@ -155,6 +167,12 @@ def correlations(pictures: Sequence[Pixels], others: Sequence[Pixels]) -> list[f
         float(np.corrcoef(one.ravel().astype(float), other.ravel().astype(float))[0, 1])
         for one, other in zip(pictures, others, strict=True)
     ]
+
+
+def differences(pictures: Sequence[Pixels], others: Sequence[Pixels]) -> list[npt.NDArray[Any]]:
+    """Return the absolute differences of all values of each picture from the other one's."""
+    pairs = zip(pictures, others, strict=True)
+    return [np.abs(one.astype(int) - other) for one, other in pairs]
 
 
 @dataclasses.dataclass
@@ -384,18 +402,21 @@ def print_precisions(
     """Print the table of the precisions."""
     asked = [request(scene, seed) for seed, scene in enumerate(scenes)]
     titles = [column.replace("_", " ") for column in COLUMNS]
-    print("| precision | quantized |", " | ".join(titles), "| correlation, mean | least |")
-    print("|---" * (len(COLUMNS) + 4) + "|")
+    print("| precision | quantized |", " | ".join(titles), end=" ")
+    print("| correlation, mean | least | difference, mean | largest |")
+    print("|---" * (len(COLUMNS) + 6) + "|")
     exact: list[Pixels] = []
 
     def row(title: str, count: int, pictures: list[Pixels]) -> None:
         found = judged(scenes, pictures)
         shares = [percent(found[column]["share"]) for column in COLUMNS]
         with_exact = correlations(pictures, exact)
+        away = differences(pictures, exact)
         print(
             f"| {title} | {count} |",
             " | ".join(shares),
-            f"| {np.mean(with_exact):.4f} | {min(with_exact):.4f} |",
+            f"| {np.mean(with_exact):.4f} | {min(with_exact):.4f}",
+            f"| {np.mean([one.mean() for one in away]):.2f} | {max(one.max() for one in away)} |",
             flush=True,
         )
 
@@ -408,8 +429,8 @@ def print_precisions(
         make = reference(options.directory)
         pictures = [make(one) for one in asked]
         row("diffusers, float32", 0, pictures)
-        away = [np.abs(a.astype(int) - b).max() for a, b in zip(exact, pictures, strict=True)]
-        print(f"\nLargest difference between float32 and diffusers: {max(away)} of 255")
+        largest = max(one.max() for one in differences(pictures, exact))
+        print(f"\nLargest difference between float32 and diffusers: {largest} of 255")
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from clowder_aimage.importer import CreatePlan, PackedModel, Recipe, check_confi
 from clowder_aimage.importer.blob_writer import OnWritten, pack
 from clowder_aimage.importer.plan import plan_conversion
 from clowder_aimage.importer.planned_layer import PlannedLayer, plan_computed_layer, plan_file_layer
+from clowder_aimage.importer.row_scale import has_row_scales
 from clowder_aimage.layout.completeness import IncompleteError, open_complete, require_complete
 from clowder_aimage.layout.stored_aimage import (
     StoredAImage,
@@ -29,6 +30,7 @@ from clowder_aimage.model.adapter_source import AdapterEntry
 from clowder_aimage.oci import Reference, mediatype
 from clowder_aimage.oci.manifest import encode
 from clowder_aimage.tensor.blob import SCALE
+from clowder_aimage.tensor.quantization import ROW_SCALED
 from clowder_aimage.tensor.weight import FLOATS, Weight
 
 if TYPE_CHECKING:
@@ -278,13 +280,15 @@ def _sum(
 
 def _fuse_layer(name: str, weight: Weight, compute: Callable[[], Floats]) -> PlannedLayer:
     """Return the layer of a changed weight, of the same type as the unchanged one."""
-    target = weight.dtype
-    if weight.quantization is not None:
+    target, quantization = weight.dtype, weight.quantization
+    if quantization is not None:
         scales = next((chunk.dtype for chunk in weight.parts if chunk.suffix == SCALE), "F32")
-        target = scales if weight.quantization.type.has_bias and scales in FLOATS else "F32"
+        target = scales if quantization.type.has_bias and scales in FLOATS else "F32"
+        if has_row_scales(weight):
+            quantization = ROW_SCALED
     elif target not in FLOATS:
         raise ModelError(f"{name[:200]} is {target[:40]}, to which no adapter can be added")
-    return plan_computed_layer(name, weight.shape, target, weight.quantization, compute)
+    return plan_computed_layer(name, weight.shape, target, quantization, compute)
 
 
 def _find_parent(store: ContentStore, stored: StoredAImage, lease: Lease) -> StoredAImage | None:

@@ -214,6 +214,7 @@ class Settings(CallerSettings):
     compile: bool = False
     attention: str | None = None
     device: Annotated[str | None, BeforeValidator(_check_device)] = None
+    compute: Literal["fp8"] | None = None
     dtype: Literal["float32", "f32", "bfloat16", "bf16"] | None = None
     first: Annotated[str | None, BeforeValidator(lambda text: parse_precision(str(text)))] = None
     lora_dir: Path | None = None
@@ -236,6 +237,7 @@ class Settings(CallerSettings):
             "compile",
             "attention",
             "device",
+            "compute",
             "dtype",
             "text_encoder",
             "memory",

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from clowder_aimage.importer.quantizer import Quantizer
 
 Sink = Callable[[memoryview], None]
-ConvertedChunk = CastChunk | QuantizeChunk | ComputedChunk
+QuantizedChunk = QuantizeChunk | ComputedChunk
+ConvertedChunk = CastChunk | QuantizedChunk
 # Bytes of a source that a thread quantizes at a time, and all threads together.
 BLOCK = 4 * 1024 * 1024
 BLOCKS = 32 * 1024 * 1024
@@ -116,23 +117,30 @@ class BlobEncoder:
             self._add(memoryview(values).cast("B"), sink)
 
     def _quantize(
-        self, chunk: ConvertedChunk, quantization: Quantization, reader: ChunkReader, sink: Sink
+        self, chunk: QuantizedChunk, quantization: Quantization, reader: ChunkReader, sink: Sink
     ) -> None:
         """Quantize a matrix. Codes are written at once; scales and biases are buffered to the end.
 
-        Groups are independent, so blocks divide even a very long row.
+        Groups are independent, so blocks divide even a very long row, unless it has one scale.
         """
-        from clowder_aimage.importer import quantizer
+        from clowder_aimage.importer import row_quantizer
+        from clowder_aimage.importer.quantization_guard import QuantizationGuard
 
-        assert self._quantizer is not None  # noqa: S101
-        guard = quantizer.QuantizationGuard(chunk.name, chunk.target, quantization)
-        group = compute_nbytes(chunk.source, (quantization.group_size,))
+        guard = QuantizationGuard(chunk.name, chunk.target, quantization)
+        columns = chunk.columns if quantization.is_by_row else quantization.group_size
+        group = compute_nbytes(chunk.source, (columns,))
         # A blob has all codes first, then all scales, then all biases.
         buffers: list[list[bytes]] = [[], []]
         for values in _cast(chunk, reader, max(1, self._block // group) * group):
             values = guard.admit(values)
-            rows = values.reshape(1, -1)
-            codes, *scales_and_biases = self._quantizer.quantize(rows, chunk.target, quantization)
+            if quantization.is_by_row:
+                rows = values.reshape(-1, columns)
+                codes, *scales_and_biases = row_quantizer.quantize_rows(rows, chunk.target)
+            else:
+                assert self._quantizer is not None  # noqa: S101
+                codes, *scales_and_biases = self._quantizer.quantize(
+                    values.reshape(1, -1), chunk.target, quantization
+                )
             guard.count(
                 values,
                 codes,

@@ -92,7 +92,8 @@ class _Writer:
         self._threads = max(1, threads)
         self._size = max(MIN_BUFFER, min(BUFFER, BUFFERS // self._threads))
         self._quantizer = None
-        if any(layer.is_quantizing for layer in plan.layers):
+        quantizations = {q for layer in plan.layers for q in layer.quantizations}
+        if any(not quantization.is_by_row for quantization in quantizations):
             from clowder_aimage.importer.quantizer import Quantizer
 
             self._quantizer = stack.enter_context(Quantizer(self._threads))

@@ -9,13 +9,15 @@ from typing import Any
 
 from clowder_aimage.errors import UsageError
 from clowder_aimage.formats.codes.coded_tensor import CodedTensor, DecodedCount
-from clowder_aimage.importer.recipe import AUTO, DTYPES, UNFIT, Recipe, find_keep_reason
+from clowder_aimage.importer.recipe import AUTO, DTYPES, Recipe
 from clowder_aimage.tensor import Quantization, compute_nbytes
 from clowder_aimage.tensor.blob import BIAS, SCALE
+from clowder_aimage.tensor.kept_weight import UNFIT, KeepRule
 from clowder_aimage.tensor.weight import FLOATS, Weight
 
 # The quantization of a component with different quantizations.
 MIXED = "mixed"
+_WIDE = ("F64", "F32")
 # Name, dtype and shape of a tensor in a header.
 Entry = tuple[str, str, tuple[int, ...]]
 
@@ -66,11 +68,15 @@ def decide(
     ``exact`` has the (component, tensor) pairs of F32 tensors with only BF16 values.
     """
     requested = recipe.of(component)
+    rule = KeepRule.of(requested, (weight.name for weight in weights)) if requested else None
     decisions = []
     for weight in weights:
-        reason = find_keep_reason(weight, requested) if requested else None
+        reason = rule.find_reason(weight.name, weight.dtype, weight.shape) if rule else None
         chosen = None if reason or weight.quantization else requested
         dtype = _choose_dtype(component, weight, recipe, exact)
+        if reason and requested and requested.is_by_row and dtype in _WIDE and recipe.dtype is None:
+            # Beside 8-bit floats, 32 bits would take much of the space that these save
+            dtype = "BF16"
         decisions.append(WeightDecision(weight, dtype, chosen, reason))
     return decisions
 
@@ -231,6 +237,9 @@ def describe_quantization(decisions: Sequence[WeightDecision]) -> dict[str, Any]
         return None
     summary: dict[str, Any] = {"type": MIXED}
     if len(set(quantizations)) == 1:
-        summary = {"type": quantizations[0].type.name, "group_size": quantizations[0].group_size}
+        kind = quantizations[0]
+        summary = {"type": kind.type.name, "group_size": kind.group_size}
+        if kind.is_by_row:
+            summary["scales"] = "row"
     reasons = Counter(d.reason or "as in the source" for d in decisions if not d.result)
     return summary | {"tensors": len(quantizations), "kept": dict(sorted(reasons.items()))}

@@ -45,7 +45,10 @@ class CastChunk:
 
 @dataclass(frozen=True, slots=True)
 class QuantizeChunk:
-    """A matrix of ``source`` values, cast to ``target``, then quantized: codes, scales, biases."""
+    """A matrix of ``source`` values, cast to ``target``, then quantized: codes, scales, biases.
+
+    Its rows have ``columns`` values.
+    """
 
     file_range: FileRange
     name: str
@@ -53,6 +56,7 @@ class QuantizeChunk:
     target: str
     quantization: Quantization
     nbytes: int
+    columns: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +76,17 @@ class FactorChunk:
 
 @dataclass(frozen=True, slots=True)
 class ComputedChunk:
-    """Values that ``compute`` returns as float32, cast to ``target`` and optionally quantized."""
+    """Values that ``compute`` returns as float32, cast to ``target`` and optionally quantized.
+
+    Rows have ``columns`` values.
+    """
 
     compute: Callable[[], npt.NDArray[np.float32]]
     name: str
     target: str
     quantization: Quantization | None
     nbytes: int
+    columns: int
     source: str = "F32"
 
 
@@ -120,11 +128,13 @@ class PlannedLayer:
 
     @property
     def is_quantizing(self) -> bool:
-        return any(
-            isinstance(chunk, QuantizeChunk)
-            or (isinstance(chunk, ComputedChunk) and chunk.quantization is not None)
-            for chunk in self.chunks
-        )
+        return bool(self.quantizations)
+
+    @property
+    def quantizations(self) -> tuple[Quantization, ...]:
+        """Return those of the chunks that are quantized."""
+        chunks = (c for c in self.chunks if isinstance(c, QuantizeChunk | ComputedChunk))
+        return tuple(chunk.quantization for chunk in chunks if chunk.quantization is not None)
 
     @property
     def is_computed(self) -> bool:
@@ -148,7 +158,10 @@ def _plan_chunks(component: str, decision: WeightDecision) -> list[Chunk]:
     file_range, source, size = weight.tensor.file_range, weight.dtype, decision.nbytes
     if decision.quantization is not None:
         target = get_value_dtype(decision)
-        return [QuantizeChunk(file_range, name, source, target, decision.quantization, size)]
+        columns = weight.shape[-1]
+        return [
+            QuantizeChunk(file_range, name, source, target, decision.quantization, size, columns)
+        ]
     if decision.is_cast:
         return [CastChunk(file_range, name, source, decision.dtype, size)]
     return [
@@ -223,7 +236,7 @@ def plan_computed_layer(
         name,
         mediatype.AIMAGE_SAFETENSORS,
         encode_header(header_entries, quantization.metadata if quantization else None),
-        (ComputedChunk(compute, name, target, quantization, size),),
+        (ComputedChunk(compute, name, target, quantization, size, shape[-1] if shape else 1),),
         quantization.type.name if quantization else target,
         shape,
     )

@@ -37,7 +37,7 @@ def cast(data: memoryview, source: str, target: str) -> tuple[Values, int]:
     if (source, target) == ("F32", "BF16") and is_bf16(data):
         return np.ascontiguousarray(np.frombuffer(data, "<u2")[1::2]), 0
     with np.errstate(over="ignore", invalid="ignore"):
-        widened = _widen(values, source)
+        widened = widen(values, source)
         narrowed = _round_bf16(widened) if target == "BF16" else widened.astype(_NUMPY[target])
         return narrowed, _count_lost(widened, narrowed, target)
 
@@ -47,7 +47,7 @@ def _count_lost(wide: Values, narrow: Values, target: str) -> int:
     return int(np.count_nonzero(is_infinite & np.isfinite(wide))) if is_infinite.any() else 0
 
 
-def _widen(values: Values, dtype: str) -> Values:
+def widen(values: Values, dtype: str) -> Values:
     """Return the values as float32, or float64 values unchanged."""
     if dtype == "BF16":
         return (values.astype(np.uint32) << 16).view(np.float32)

@@ -9,14 +9,15 @@ from dataclasses import dataclass, field
 
 from clowder_aimage.errors import FormatError, UsageError, build_extra_error
 from clowder_aimage.tensor import Quantization
-from clowder_aimage.tensor.quantization import ALIASES, QUANT_TYPES
-from clowder_aimage.tensor.weight import FLOATS, Weight
+from clowder_aimage.tensor.quantization import ALIASES, FP8, QUANT_TYPES, ROW_SCALED
 
 AUTO = "auto"
 DTYPES: Mapping[str, str] = {"f32": "F32", "f16": "F16", "bf16": "BF16"}
 # mxfp4 is only read.
-CHOICES = tuple(name for name in (*QUANT_TYPES, *ALIASES) if name != "mxfp4")
-GROUPED = tuple(name for name in CHOICES if QUANT_TYPES[ALIASES.get(name, name)].has_bias)
+_CHOSEN = {name: Quantization.parse(name) for name in (*QUANT_TYPES, *ALIASES) if name != "mxfp4"}
+_CHOSEN[FP8] = ROW_SCALED
+CHOICES = tuple(_CHOSEN)
+GROUPED = tuple(name for name, chosen in _CHOSEN.items() if chosen.type.has_bias)
 # The same for all of them
 GROUP_SIZES = QUANT_TYPES["int8"].group_sizes
 
@@ -90,7 +91,8 @@ class Recipe:
 
     def check_tools(self) -> None:
         """Check that the required packages are installed. Raises UsageError."""
-        needed = [*(["numpy"] if self.changes else []), *(["mlx"] if self.quantize else [])]
+        by_mlx = any(not quantization.is_by_row for quantization in self.quantize.values())
+        needed = [*(["numpy"] if self.changes else []), *(["mlx"] if by_mlx else [])]
         for name in needed:
             if importlib.util.find_spec(name) is None:
                 raise build_extra_error("changing weights", "mlx")
@@ -131,9 +133,11 @@ def _parse_types(text: str) -> dict[str, str]:
 
 
 def _parse_quantization(kind: str, group_size: int | None) -> Quantization:
+    chosen = _CHOSEN[kind.lower()]
+    if not chosen.type.has_bias:
+        return chosen
     try:
-        chosen = Quantization.parse(kind)
-        return Quantization.parse(kind, group_size) if chosen.type.has_bias else chosen
+        return Quantization.parse(kind, group_size)
     except FormatError as error:
         raise UsageError(error.message) from None
 
@@ -142,37 +146,9 @@ def _parse_quantization(kind: str, group_size: int | None) -> Quantization:
 QUANTIZABLE = ("text_encoder", "transformer")
 # The default component, also for a model of a single component.
 BARE = "transformer"
-MIN_ELEMENTS = 1024
-# A reason, completed by a group size.
-UNFIT = "rows no multiple of"
-
-# Reasons to keep a tensor, by patterns of its name; the first match applies.
-_NAMES: tuple[tuple[str, re.Pattern[str]], ...] = (
-    ("norm", re.compile(r"norm")),
-    ("embedder", re.compile(r"embed")),
-    ("final layer", re.compile(r"final_layer|^(.*\.)?lm_head\.")),
-    ("pad token", re.compile(r"pad_token")),
-    ("router", re.compile(r"\.(mlp|block_sparse_moe)\.(gate|router)\.")),
-)
 _GROUP = re.compile(
     r"((?:.*\.)?layers\.\d+\.(?:mlp\.(?:experts|shared_experts)|block_sparse_moe\.experts))\..+"
 )
-
-
-def find_keep_reason(weight: Weight, quantization: Quantization) -> str | None:
-    """Return the reason not to quantize a tensor, or None to quantize it."""
-    if weight.dtype not in FLOATS:
-        return f"{weight.dtype} values"
-    for reason, pattern in _NAMES:
-        if pattern.search(weight.name):
-            return reason
-    if len(weight.shape) != 2:
-        return f"{len(weight.shape)} dimensions" if len(weight.shape) != 1 else "1 dimension"
-    if weight.elements < MIN_ELEMENTS:
-        return f"under {MIN_ELEMENTS} elements"
-    if not quantization.fits(weight.shape):
-        return f"{UNFIT} {quantization.group_size}"
-    return None
 
 
 def find_expert_group(name: str) -> str | None:

@@ -29,7 +29,7 @@ from clowder_aimage.adapter.adapter import (
 from clowder_aimage.model.backend import Network, mx
 from clowder_aimage.model.compute.array_block import Array, to_fastest, to_mlx
 from clowder_aimage.model.compute.operation import add_low_rank, linear
-from clowder_aimage.model.quantized import QuantizedArray, QuantizedLinear
+from clowder_aimage.model.quantized import QuantizedLinear
 
 # The least norm of a row: a row of zeros has no direction, and would be a division by zero
 _TINY = float(np.finfo(np.float32).tiny)
@@ -250,14 +250,7 @@ def _decompose(change: Decomposed, layer: Any, dtype: mx.Dtype) -> DecomposedEff
 def dequantize_weights(layer: Any) -> Floats:
     """Return the weights of a linear layer, dequantized, in float32."""
     if isinstance(layer, QuantizedLinear):
-        codes = QuantizedArray(
-            layer.quantization,
-            layer.weight,
-            layer.scales,
-            layer.get("biases"),
-            layer.get("global_scale"),
-        )
-        weight = codes.dequantize(mx.float32)
+        weight = layer.array.dequantize(mx.float32)
     else:
         weight = layer.weight.astype(mx.float32)
     return np.array(weight)

@@ -16,6 +16,7 @@ from mlx.nn.layers.base import Module  # noqa: E402
 from mlx.nn.layers.embedding import Embedding  # noqa: E402
 from mlx.nn.layers.linear import Linear  # noqa: E402
 from mlx.nn.layers.normalization import GroupNorm, LayerNorm, RMSNorm  # noqa: E402
+from mlx.nn.layers.quantized import QuantizedLinear as QuantizedLayer  # noqa: E402
 from mlx.nn.layers.quantized import quantize as quantize_layers  # noqa: E402
 from mlx.utils import tree_flatten  # noqa: E402
 
@@ -29,9 +30,11 @@ __all__ = [
     "LayerNorm",
     "Linear",
     "Network",
+    "QuantizedLayer",
     "RMSNorm",
     "choose_dtype",
     "describe",
+    "is_on_cuda",
     "is_on_gpu",
     "mx",
     "quantize_layers",
@@ -83,6 +86,13 @@ class Conv2d(convolution.Conv2d):
 def is_on_gpu() -> bool:
     """Return True if MLX computes on a GPU (Metal or CUDA)."""
     return bool(mx.default_device().type == mx.DeviceType.gpu)
+
+
+def is_on_cuda() -> bool:
+    """Return True if MLX computes on a GPU of NVIDIA."""
+    # Older versions lack the module
+    cuda = getattr(mx, "cuda", None)
+    return is_on_gpu() and cuda is not None and bool(cuda.is_available())
 
 
 def resolve_dtype_name(name: str | None) -> str:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from clowder_aimage.errors import UsageError, build_extra_error
+from clowder_aimage.tensor.quantization import FP8
 
 AUTO, MLX, TORCH = "auto", "mlx", "torch"
 BACKENDS = (AUTO, MLX, TORCH)
@@ -39,18 +40,21 @@ class TorchTuning:
     compile: compile the layers of transformers when they run first. attention: diffusers' name of
     an attention backend, such as flash or sage; None for that of PyTorch. device: PyTorch's name
     of a device, such as cuda:1; None for the first GPU that works, else the CPU.
+    compute: FP8 for products of 8-bit floats in the layers of transformers; None for those of the
+    compute type.
     """
 
     compile: bool = False
     attention: str | None = None
     device: str | None = None
+    compute: str | None = None
 
     def check(self, library: str) -> None:
         """Reject options that ``library`` does not have. Raises UsageError."""
         if self != TorchTuning() and library != TORCH:
             raise UsageError(
-                f"{library} was selected, but a device, compilation and an attention backend are "
-                "options of torch",
+                f"{library} was selected, but a device, compilation, an attention backend and fp8 "
+                "are options of torch",
                 remedy="use_torch",
             )
 
@@ -76,7 +80,8 @@ def parse_library_options(values: Mapping[str, Any]) -> dict[str, Any]:
 def choose_library(name: str | None = None, tuning: TorchTuning = NO_TUNING) -> str:
     """Return MLX or TORCH for a name; None and AUTO select one.
 
-    AUTO prefers MLX if it is installed, unless only PyTorch can use the GPU.
+    AUTO prefers MLX if it is installed, unless PyTorch can use a GPU of NVIDIA or AMD: with that
+    it was measured to be faster.
 
     Raises:
         UsageError: The name is unknown, the library is not installed, too old or lacks the options
@@ -131,6 +136,11 @@ def parse_backend(description: str) -> str:
     return name if description and _is_installed(name) else AUTO
 
 
+def parse_compute(description: str) -> str | None:
+    """Return FP8 if a picture states by ``describe`` that it was computed so, else None."""
+    return FP8 if description.endswith(f", {FP8}") else None
+
+
 def describe_unused_gpu(library: str, why: str) -> str | None:
     """Return a warning that a library computes on the CPU of a machine with the driver of a GPU."""
     file = _find_driver()
@@ -148,7 +158,11 @@ def _select_library() -> str:
         raise _build_extra_error(MLX if _find_driver() is None else TORCH)
     if len(installed) == 1 or sys.platform == "darwin" or _find_driver() is None:
         return installed[0]
-    return TORCH if not _is_on_gpu(MLX) and _has_torch_gpu() else MLX
+    if _has_torch_gpu():
+        return TORCH
+    if _is_on_gpu(MLX):
+        _attempt.fault = None
+    return MLX
 
 
 def _is_on_gpu(name: str) -> bool:

@@ -10,7 +10,7 @@ import { stock } from './stock.js';
 import { FLAG, listOf, NUMBER, objectOf, optional, readFields, TEXT } from './shape.js';
 import { readTab, writeTab } from './storage.js';
 
-const TYPES = ['int8', 'int4', 'mxfp8', 'nvfp4', 'bf16', 'f16'];
+const TYPES = ['int8', 'int4', 'fp8', 'mxfp8', 'nvfp4', 'bf16', 'f16'];
 const FLOATS = ['bf16', 'f16'];
 const GROUPS = [32, 64, 128];
 const CONVERT = {

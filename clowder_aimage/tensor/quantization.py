@@ -44,30 +44,39 @@ QUANT_TYPES: Mapping[str, QuantType] = {
         QuantType("mxfp8", "mxfp8", 8, 32, (32,), ("U8",), False),
     )
 }
-ALIASES: Mapping[str, str] = {"fp8": "int8", "q8": "int8", "fp4": "int4", "q4": "int4"}
-"""ollama's: neither is a float format."""
+ALIASES: Mapping[str, str] = {"q8": "int8", "fp4": "int4", "q4": "int4"}
+"""ollama's, in options and blobs: fp4 is not a float format."""
+# In blobs of ollama, fp8 is not a float format either
+_STATED: Mapping[str, str] = {**ALIASES, "fp8": "int8"}
+FP8 = "fp8"
+"""The name of mxfp8 with equal scales in each row, in options."""
 CONVERTED = ("modelopt", "modelopt_fp4", "compressed-tensors")
 """Values of ``quant_method`` whose tensors are converted when an AImage is created."""
 
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """The type and group size of a quantized tensor."""
+    """The type and group size of a quantized tensor.
+
+    ``is_by_row``: all groups of a row have the same scale. Blobs do not state it, so that it is
+    False for tensors that are read.
+    """
 
     type: QuantType
     group_size: int
+    is_by_row: bool = False
 
     @classmethod
     def parse(cls, name: str, group_size: int | str | None = None) -> Quantization:
-        """Parse a name or an alias, case-insensitive, with a group size or the type's default.
+        """Parse a type or an alias in metadata, case-insensitive, with a group size or its default.
 
         Raises:
             FormatError: The type is unknown, or does not support the group size.
         """
         lower = name.lower()
-        kind = QUANT_TYPES.get(ALIASES.get(lower, lower))
+        kind = QUANT_TYPES.get(_STATED.get(lower, lower))
         if kind is None:
-            names = ", ".join((*QUANT_TYPES, *ALIASES))
+            names = ", ".join((*QUANT_TYPES, *_STATED))
             raise FormatError(f"unknown quantization {name!r:.40}: expected one of {names}")
         size = kind.group_size if group_size is None else _parse_number(group_size)
         if size not in kind.group_sizes:
@@ -102,9 +111,17 @@ class Quantization:
         return {QUANT_TYPE: self.type.name, GROUP_SIZE: str(self.group_size)}
 
 
+ROW_SCALED = Quantization(QUANT_TYPES["mxfp8"], 32, is_by_row=True)
+"""The quantization that ``--quantize fp8`` means."""
+
+
 def parse_precision(text: str) -> str:
-    """Return the name of a precision: a type of quantization, bf16 or f16. Raises ValueError."""
-    name = ALIASES.get(text.lower(), text.lower())
+    """Return the name of a precision: a type of quantization, bf16 or f16. Raises ValueError.
+
+    That of FP8 is mxfp8, the type in its blobs.
+    """
+    aliases = {**ALIASES, FP8: ROW_SCALED.type.name}
+    name = aliases.get(text.lower(), text.lower())
     if name not in (precisions := (*QUANT_TYPES, "bf16", "f16")):
         raise ValueError(f"unknown precision {text!r:.40}: expected one of {', '.join(precisions)}")
     return name

@@ -177,6 +177,23 @@ def test_fusing_into_quantized_weights(here: Aimage) -> None:
     here("run", "f", *DRAWN, "f.png")
 
 
+def test_fusing_into_fp8_keeps_one_scale_for_each_row(here: Aimage) -> None:
+    layer = "context_refiner.0.feed_forward.w2"
+    random, stem = np.random.default_rng(3), f"transformer.{layer}"
+    tensors = {f"{stem}.lora_A.weight": random.standard_normal((2, 128)).astype(np.float32)}
+    tensors[f"{stem}.lora_B.weight"] = random.standard_normal((48, 2)).astype(np.float32)
+    (here.home / "refined.safetensors").write_bytes(file_of(as_dtype(tensors, "F32")))
+    for kind in ("fp8", "mxfp8"):
+        here("convert", "x", kind, "--quantize", kind)
+        here("convert", kind, f"{kind}-fused", "--lora", "refined.safetensors")
+        before, after = (values(here, name, layer) for name in (kind, f"{kind}-fused"))
+        assert np.abs(after - before).max() > 0.5
+        aimage = aimage_of(here, f"{kind}-fused")
+        weights = ModelWeights.open(ImageLayout(here.store), aimage, "transformer")
+        scales = weights.read_parts(f"{layer}.weight")[".scale"]
+        assert (scales == scales[:, :1]).all() == (kind == "fp8")
+
+
 def test_fusing_into_a_variant_uses_its_full_precision(here: Aimage) -> None:
     here("convert", "x", "q", "--quantize", "int4", "--attach")
     done = here("convert", "q", "f", "--lora", "ink.safetensors")

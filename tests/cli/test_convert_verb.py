@@ -94,7 +94,7 @@ def test_convert_prints_the_same_digest_as_create(
 ) -> None:
     here = aimage()
     here("create", "plain", model.directory, "-q")
-    done = here("convert", "plain", "team/small:int8", "--quantize", "fp8")
+    done = here("convert", "plain", "team/small:int8", "--quantize", "q8")
     assert done.line == here("create", "m", model.directory, "--quantize", "int8", "-q").line
     assert done.err.startswith("team/small:int8: 39 tensors")
     names = [row["reference"] for row in here("ls", "--json").value]
@@ -105,7 +105,7 @@ def test_convert_prints_the_same_digest_as_create(
     ("arguments", "code", "said"),
     [
         (("--quantize", "vae=int8"), 2, "the vae cannot be quantized"),
-        (("--quantize", "int5"), 2, "use int4, int8, nvfp4, mxfp8, fp8, q8, fp4, q4"),
+        (("--quantize", "int5"), 2, "use int4, int8, nvfp4, mxfp8, q8, fp4, q4, fp8"),
         (("--quantize", "int8", "--group-size", "128"), 2, "no tensor of the transformer"),
         (("--group-size", "64"), 2, "a group size requires a quantization"),
         (("--dtype", "fp8"), 2, "use f32, f16, bf16 or auto"),

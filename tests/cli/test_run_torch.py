@@ -63,7 +63,7 @@ def test_a_device_that_does_not_exist_is_refused_before_anything_is_pulled(
     said = here(*how, "--device", "gpu", code=2).err
     assert "unknown device 'gpu': use cuda, cuda:1 and so on, mps or cpu" in said
     said = here(*how[:-1], "mlx", "--device", "cpu", code=2).err
-    assert "compilation and an attention backend are options of torch" in said
+    assert "compilation, an attention backend and fp8 are options of torch" in said
     assert "select it with --backend torch" in said
 
 
@@ -76,3 +76,23 @@ def test_a_device_is_named_and_recorded(aimage: Callable[[], Aimage]) -> None:
     assert here("replay", "t.png", "--device", "cpu").line == "equal"
     said = here("replay", "t.png", "--device", "cuda:99", code=2).err
     assert "PyTorch cannot compute on the device cuda:99" in said
+
+
+def test_a_picture_in_fp8_is_replayed_in_fp8(aimage: Callable[[], Aimage]) -> None:
+    """A CPU computes the product of the dequantized values."""
+    here = aimage()
+    done = here("create", "tiny", TINY, "--quantize", "fp8")
+    assert "2 of 73 tensors are mxfp8 with one scale for each row (fp8); not" in done.err
+    how = ("run", "tiny", "a fox", *PICTURE, "--local", "-o", "t.png", "--compute", "fp8")
+    made = here(*how, "--backend", "torch", "--device", "cpu", "--json").value
+    assert made["backend"].endswith(" cpu, fp8")
+    again = here("replay", "t.png", "--device", "cpu", "--json").value
+    assert again["equal"] and again["backend"] == made["backend"]
+    said = here(*how, "--backend", "mlx", code=2).err
+    assert "an attention backend and fp8 are options of torch" in said
+    here("convert", "tiny", "coded", "--quantize", "int8", code=2)
+    here("create", "coded", TINY, "--quantize", "int8")
+    coded = ("run", "coded", *how[2:], "--backend", "torch", "--device", "cpu")
+    said = here(*coded, code=1).err
+    assert "cannot be computed in fp8: it is int8 with a scale for 64 values" in said
+    assert "use the model with float or fp8 weights" in said

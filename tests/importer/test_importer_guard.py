@@ -11,7 +11,7 @@ import pytest
 
 from clowder_aimage.errors import ModelError
 from clowder_aimage.importer import blob_encoder
-from clowder_aimage.importer.quantizer import QuantizationGuard
+from clowder_aimage.importer.quantization_guard import QuantizationGuard
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.model.backend import mx
 from clowder_aimage.tensor import Quantization

@@ -204,7 +204,7 @@ def test_codes_decode_to_the_values(model: ValuedModel) -> None:
 
 
 def test_aliases_give_the_same_types() -> None:
-    assert Recipe.parse(quantize="fp8,text_encoder=q4") == Recipe.parse(
+    assert Recipe.parse(quantize="q8,text_encoder=q4") == Recipe.parse(
         quantize="INT8,text_encoder=int4"
     )
 

@@ -60,7 +60,8 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Machine
         ((TORCH,), (TORCH,), "linux", TORCH),
         ((MLX, TORCH), None, "linux", MLX),
         ((MLX, TORCH), (TORCH,), "linux", TORCH),
-        ((MLX, TORCH), (MLX, TORCH), "linux", MLX),
+        ((MLX, TORCH), (MLX, TORCH), "linux", TORCH),
+        ((MLX, TORCH), (MLX,), "linux", MLX),
         ((MLX, TORCH), (), "linux", MLX),
         ((MLX, TORCH), None, "darwin", MLX),
         ((TORCH,), None, "darwin", TORCH),
@@ -159,7 +160,7 @@ def test_a_picture_is_made_again_by_its_library(machine: Machine) -> None:
 def test_options_of_pytorch_are_refused_by_mlx() -> None:
     TorchTuning().check(MLX)
     TorchTuning(compile=True, attention="flash", device="cuda:1").check(TORCH)
-    chosen = {"compile": True}, {"attention": "flash"}, {"device": "cpu"}
+    chosen = {"compile": True}, {"attention": "flash"}, {"device": "cpu"}, {"compute": "fp8"}
     for options in (TorchTuning(**one) for one in chosen):
         with pytest.raises(
             UsageError, match="mlx was selected, but a device, compilation"

@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from clowder_aimage.errors import ModelError
+from clowder_aimage.model import quantized
 from clowder_aimage.model.backend import mx
 from clowder_aimage.model.quantized import QuantizedEmbedding, QuantizedLinear
 from clowder_aimage.tensor import Quantization
@@ -90,6 +92,29 @@ def test_kept_quantized_computes_the_same(folder_store: FolderStore, kind: str) 
     one, other = np.array(plain(tokens)), np.array(kept(tokens))
     assert one.shape == (1, 4, 8)
     np.testing.assert_allclose(one, other, atol=1e-4 * np.abs(one).max())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_cuda_multiplies_many_rows_with_dequantized_weights(
+    folder_store: FolderStore, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    net = Net()
+    opened(made(folder_store, kind, "combined")).apply(net, dtype=mx.float32, keep_quantized=True)
+    few, many = mx.array([[3] * 64]), mx.array([[3] * 65])
+    expected = np.array(net(many))
+    monkeypatch.setattr(quantized, "is_on_cuda", lambda: True)
+    products = []
+    real = mx.quantized_matmul
+
+    def multiply(x: mx.array, *arguments: Any, **keywords: Any) -> mx.array:
+        products.append(x.size // x.shape[-1])
+        return real(x, *arguments, **keywords)
+
+    monkeypatch.setattr(mx, "quantized_matmul", multiply)
+    np.testing.assert_allclose(np.array(net(many)), expected, atol=1e-4 * np.abs(expected).max())
+    assert products == []
+    net(few)
+    assert products and set(products) == {64}
 
 
 @pytest.mark.parametrize("keep", [True, False])
@@ -190,8 +215,10 @@ import sys
 sys.path[:0] = {path!r}
 import numpy as np
 from pathlib import Path
+from typing import Any
 from tests.model.model_blobs import FolderStore
 from tests.model.quantized_blobs import Maker, judge, opened, values
+from clowder_aimage.model import quantized
 from clowder_aimage.model.backend import mx
 import resource
 maker = Maker(FolderStore(Path({root!r})))

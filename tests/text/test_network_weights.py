@@ -10,6 +10,7 @@ from clowder_aimage.errors import ModelError
 from clowder_aimage.importer.recipe import Recipe
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.model.backend import mx
+from clowder_aimage.model.mlxlm import cuda_network
 from clowder_aimage.model.mlxlm.library import make_network
 from clowder_aimage.model.mlxlm.network_weights import (
     choose_form,
@@ -47,6 +48,30 @@ def test_codes_and_dequantized_values_give_the_same_logits(
     assert count_parameter_bytes(small) < count_parameter_bytes(whole)
     error = mx.abs(found - expected).max() / mx.abs(expected).max()
     assert error.item() < 2e-3  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("quantization", ["int8", "nvfp4"])
+def test_cuda_multiplies_many_rows_with_dequantized_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quantization: str
+) -> None:
+    source = weights(tmp_path, "qwen3", quantization)
+    expected, _ = logits(source, keep_quantized=True)
+    monkeypatch.setattr(cuda_network, "is_on_cuda", lambda: True)
+    monkeypatch.setattr(cuda_network, "MAX_CUDA_ROWS", 3)
+    products = []
+    real = mx.quantized_matmul
+
+    def multiply(x: mx.array, *arguments: Any, **keywords: Any) -> mx.array:
+        products.append(x.size // x.shape[-1])
+        return real(x, *arguments, **keywords)
+
+    monkeypatch.setattr(mx, "quantized_matmul", multiply)
+    found, network = logits(source, keep_quantized=True)
+    assert products == []
+    error = mx.abs(found - expected).max() / mx.abs(expected).max()
+    assert error.item() < 2e-3  # type: ignore[operator]
+    network(mx.array([[5, 6, 7]]))
+    assert products and set(products) == {3}
 
 
 def test_a_cpu_takes_a_smaller_form_only_if_the_memory_requires_it(tmp_path: Path) -> None:

@@ -65,6 +65,12 @@ torch_options = options(
         metavar="NAME",
         help="Attention backend for PyTorch, such as flash or sage. [default: native]",
     ),
+    click.option(
+        "--compute",
+        type=click.Choice(["fp8"]),
+        help="Multiply in fp8, on NVIDIA GPUs such as Ada and Hopper (PyTorch). "
+        "[default: in the type of --dtype]",
+    ),
     device_option,
 )
 

@@ -42,7 +42,8 @@ REMEDIES = {
     "docker_archive": "convert an archive of 'docker save': "
     "skopeo copy docker-archive:FILE oci-archive:NEW:NAME",
     "export_model": "to write a model, omit --as",
-    "use_torch": "select it with --backend torch, or omit --compile, --attention and --device",
+    "use_torch": "select it with --backend torch, or omit --compile, --attention, --compute and "
+    "--device",
     "pack_path": "to pack a model: aimage create NAME {path}",
     "other_device": "PyTorch sees {devices}: name one with --device, or omit it; a GPU needs its "
     "driver, and a build of PyTorch for CUDA or ROCm",

@@ -41,8 +41,8 @@ _recipe_options = in_section(
     click.option(
         "--quantize",
         metavar="TYPE",
-        help="int8, int4, nvfp4, mxfp8, fp8 (= int8) or fp4 (= int4) for the transformer; "
-        "transformer=int4,text_encoder=int8 for each component.",
+        help="int8, int4, nvfp4, mxfp8, fp8 (mxfp8 with one scale for each row) or fp4 (= int4) "
+        "for the transformer; transformer=int4,text_encoder=int8 for each component.",
     ),
     click.option(
         "--group-size",

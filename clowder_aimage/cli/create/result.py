@@ -109,6 +109,8 @@ def _describe_content(value: Mapping[str, Any]) -> str:
 def _describe_quantization(component: str, facts: Mapping[str, Any]) -> str:
     unchanged = facts.get("kept", {})
     groups = f" in groups of {facts['group_size']}" if "group_size" in facts else ""
+    if facts.get("scales") == "row":
+        groups = " with one scale for each row (fp8)"
     count, total = facts["tensors"], facts["tensors"] + sum(unchanged.values())
     line = f"{component or 'the model'}: {count} of {total} tensors are {facts['type']}{groups}"
     if not unchanged:

@@ -41,7 +41,14 @@ from clowder_aimage.content.store import ContentStore
 from clowder_aimage.errors import AImageError, NotFoundError, UsageError, VerificationError, needs
 from clowder_aimage.generation.request import ALPHA, GenerateRequest, LoraUse
 from clowder_aimage.model.adapter_source import OWN
-from clowder_aimage.model.library_choice import BACKENDS, TorchTuning, choose_library, parse_backend
+from clowder_aimage.model.library_choice import (
+    BACKENDS,
+    TORCH,
+    TorchTuning,
+    choose_library,
+    parse_backend,
+    parse_compute,
+)
 from clowder_aimage.oci import Descriptor, Digest, Reference
 
 if TYPE_CHECKING:
@@ -119,9 +126,12 @@ def replay(
             _note_registry(picture, name.with_digest(Digest.parse(use.digest)))
     # Before the model, which is larger.
     finder.fetch(request)
-    tuning = TorchTuning(device=device)
     # The library that made the picture rounds in the same way.
-    backend = choose_library(backend or parse_backend(str(metadata.get("backend", ""))), tuning)
+    made_with = str(metadata.get("backend", ""))
+    backend = backend or parse_backend(made_with)
+    compute = parse_compute(made_with) if backend == TORCH else None
+    tuning = TorchTuning(device=device, compute=compute)
+    backend = choose_library(backend, tuning)
     fetched = fetch_model(reference, connect)
     dtype = metadata.get("dtype")
     dtype = None if dtype is None else str(dtype)

@@ -13,6 +13,7 @@ from typing import Any
 from clowder_aimage.errors import FormatError, ModelError, NoMemoryError
 from clowder_aimage.model.backend import choose_dtype, is_on_gpu, mx, quantize_layers, tree_flatten
 from clowder_aimage.model.mlxlm.cpu_network import accelerate
+from clowder_aimage.model.mlxlm.cuda_network import adapt_to_cuda
 from clowder_aimage.model.quantized import QuantizedArray
 from clowder_aimage.model.weights import ModelWeights
 from clowder_aimage.tensor import Quantization
@@ -154,6 +155,7 @@ def _quantize(network: Any, arrays: Arrays, quantized: dict[str, Quantization]) 
         return {"group_size": quantization.group_size, "bits": kind.bits, "mode": kind.mode}
 
     quantize_layers(network, class_predicate=find_options)
+    adapt_to_cuda(network)
 
 
 def count_parameter_bytes(network: Any) -> int:

@@ -20,8 +20,11 @@ from clowder_aimage.model.flow.component import ModelComponents
 from clowder_aimage.model.flow.memory_budget import LayeredModule, Module
 from clowder_aimage.model.parameter_names import FLOATS, check_shape, match_tensors
 from clowder_aimage.model.torch.adapted_network import TorchAdaptation
+from clowder_aimage.model.torch.dequantize import read_tensor
+from clowder_aimage.model.torch.device import CPU
 from clowder_aimage.model.torch.layer_offload import LayerOffload, compute_least_count, iter_layers
 from clowder_aimage.model.torch.library import TorchLibrary, computing
+from clowder_aimage.model.torch.row_scaled_weights import RowScaledWeights
 from clowder_aimage.model.torch.tuning import tune
 from clowder_aimage.model.weights import ModelWeights
 
@@ -92,12 +95,13 @@ class TorchComponents(ModelComponents):
         skipped = tuple(f"{component}/{name}" for name in weights if network.skip(name))
         parameters, counts, types = _check(component, network, weights, names)
         adaptation = TorchAdaptation(component, network.sanitize, network.skip, library)
-        least = sum(counts.values())
+        loader = _NetworkLoader(library, weights, parameters, build_empty, network)
+        load, size = loader.load, loader.compute_size(counts)
+        least = size
         if library.can_offload(types):
-            least = compute_least_count(network.module, counts)
-        load = _NetworkLoader(library, weights, parameters, build_empty, network).load
+            least = compute_least_count(network.module, counts) * library.itemsize
         request_adaptation = adaptation if is_adapted else None
-        sizes = sum(counts.values()) * library.itemsize, least * library.itemsize
+        sizes = size, least
         return LayeredModule(config, sizes, load, request_adaptation, library.memory.clear, skipped)
 
 
@@ -116,8 +120,15 @@ class _NetworkLoader:
         checked: TorchNetwork,
     ) -> None:
         self._library, self._weights, self._parameters = library, weights, parameters
+        self._row_scaled = RowScaledWeights(library, weights)
         self._make = make
         self._checked: TorchNetwork | None = checked
+
+    def compute_size(self, counts: Mapping[str, int]) -> int:
+        """Return the bytes of the network on the device, by the ``counts`` of parameters."""
+        codes = (name for name in self._parameters if self._row_scaled.has(name))
+        code_count = sum(counts[self._parameters[name]] for name in codes)
+        return (sum(counts.values()) - code_count) * self._library.itemsize + code_count
 
     @computing
     def load(self, *, in_layers: bool) -> TorchNetwork:
@@ -138,13 +149,15 @@ class _NetworkLoader:
         if in_layers:
             layers = dict(iter_layers(module))
         for name, parameter in self._parameters.items():
-            stored = self._weights.read_torch(name)
-            # A blob that was still arriving at the check has its type verified here
-            if stored.dtype not in _FLOATS:
-                raise _build_type_error(self._weights.component, name)
             path, _, key = parameter.rpartition(".")
             is_later = ".".join(parameter.split(".", 2)[:2]) in layers
-            value = stored if is_later else stored.to(library.device, library.dtype)
+            value: torch.Tensor | None = self._row_scaled.read(name)
+            if value is None:
+                stored = read_tensor(self._weights, name, CPU if is_later else library.device)
+                # A blob that was still arriving at the check has its type verified here
+                if stored.dtype not in _FLOATS:
+                    raise _build_type_error(self._weights.component, name)
+                value = stored if is_later else stored.to(library.device, library.dtype)
             kind = "_parameters" if key in vars(modules[path])["_parameters"] else "_buffers"
             if kind == "_parameters":
                 value = torch.nn.Parameter(value, requires_grad=False)

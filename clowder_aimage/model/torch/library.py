@@ -14,6 +14,7 @@ from clowder_aimage.errors import ModelError, NoMemoryError
 from clowder_aimage.model.flow.array_library import MIB, Floats
 from clowder_aimage.model.library_choice import TorchTuning, choose_dtype_name
 from clowder_aimage.model.torch.device import CPU, CUDA, MPS, describe_unused_device, select_device
+from clowder_aimage.model.torch.row_scaled import check_fp8
 from clowder_aimage.model.torch.step_cache import TorchStepCache
 from clowder_aimage.model.torch.tuning import check_compiler
 
@@ -136,6 +137,8 @@ class TorchLibrary:
         library.warning = describe_unused_device(tuning.device)
         if tuning.compile:
             check_compiler(device)
+        if tuning.compute:
+            check_fp8(device)
         return library
 
     @property
@@ -143,19 +146,20 @@ class TorchLibrary:
         return str(self.dtype).removeprefix("torch.")
 
     def describe(self) -> str:
-        """Return PyTorch's version and device, such as ``torch 2.13.0 cpu``."""
+        """Return PyTorch's version and device, such as ``torch 2.13.0 cpu`` or ``..., fp8``."""
         kind = ""
         if self.memory.kind == CUDA:
             kind = f" ({torch.cuda.get_device_name(torch.device(self.device))})"
-        return f"torch {torch.__version__.partition('+')[0]} {self.device}{kind}"
+        product = f", {self.tuning.compute}" if self.tuning.compute else ""
+        return f"torch {torch.__version__.partition('+')[0]} {self.device}{kind}{product}"
 
     def can_offload(self, types: Collection[str | None]) -> bool:
         """Return True if layers can be on the device one by one, for the types of their tensors.
 
-        Compiled layers cannot. On a CPU only tensors that are converted take memory at all, and
-        quantized ones (None) would take it too.
+        Compiled layers and matrices of fp8 cannot. On a CPU only tensors that are converted take
+        memory at all, and quantized ones (None) would take it too.
         """
-        if self.tuning.compile:
+        if self.tuning.compile or self.tuning.compute:
             return False
         return self.device != CPU or (None not in types and {*types} != {_TYPES[self.dtype]})
 

@@ -477,6 +477,8 @@ export const de = {
   'quantize.type': 'Typ der Gewichte',
   'quantize.hint.int8': '8 Bit: halb so groß wie BF16, kaum sichtbare Unterschiede.',
   'quantize.hint.int4': '4 Bit: ein Viertel der Größe von BF16, mit sichtbaren Unterschieden.',
+  'quantize.hint.fp8':
+    '8-Bit-Gleitkommazahlen mit einem Skalierungsfaktor je Zeile: neuere GPUs können damit rechnen. Empfindliche Schichten bleiben BF16.',
   'quantize.hint.mxfp8': '8 Bit im MX-Format, mit einem Skalierungsfaktor für 32 Werte.',
   'quantize.hint.nvfp4': '4 Bit im NVFP4-Format, mit einem Skalierungsfaktor für 16 Werte.',
   'quantize.hint.bf16': 'Nicht quantisiert: 16 Bit mit dem Wertebereich von 32-Bit-Zahlen.',

@@ -454,6 +454,8 @@ export const en = {
   'quantize.type': 'Type of the weights',
   'quantize.hint.int8': '8 bits: half the size of BF16, with hardly any visible difference.',
   'quantize.hint.int4': '4 bits: a quarter of the size of BF16, with visible differences.',
+  'quantize.hint.fp8':
+    '8-bit floats with one scale for each row: recent GPUs can compute with them. Sensitive layers stay BF16.',
   'quantize.hint.mxfp8': '8 bits in the MX format, with one scale for 32 values.',
   'quantize.hint.nvfp4': '4 bits in the NVFP4 format, with one scale for 16 values.',
   'quantize.hint.bf16': 'Not quantized: 16 bits with the range of 32-bit numbers.',
