@@ -187,7 +187,8 @@ class ImageLayout(ContentStore):
                 file = StoredFile(open_regular(self.locate(content)))
             except (FileNotFoundError, NotADirectoryError):
                 raise self._build_not_found_error(content) from None
-            file.seek(offset)
+            if offset:
+                file.seek(offset)
         if length is None:
             return file
         with file:
