@@ -184,7 +184,7 @@ class _NeedReader:
         self._scanner = DigestScanner(self._unpacked)
         self._table = NeedTable(layout.root)
         self._blobs = BlobDirectories(roots)
-        self.sizes = list(map(self._blobs.measure, self._table.digests))
+        self.sizes = self._blobs.measure_all(self._table.digests)
         # Needs with one of these are not those in the table, or not all stored
         self._uncertain = {number for number, size in enumerate(self.sizes) if size < 0}
         self._uncertain |= {*self._table.number(self._unpacked)} if self._unpacked else set()
@@ -211,7 +211,7 @@ class _NeedReader:
             return _NeededBlobs((), {key: descriptor.size})
         needed = self._scanner.needs(key, self._read, self._read)
         blobs = self._table.number(needed)
-        self.sizes += map(self._blobs.measure, self._table.digests[len(self.sizes) :])
+        self.sizes += self._blobs.measure_all(self._table.digests[len(self.sizes) :])
         missing = {self._table.digests[number] for number in blobs if self.sizes[number] < 0}
         if not missing:
             if needed.isdisjoint({*self._damaged, *self._unpacked}):

@@ -43,20 +43,29 @@ class BlobDirectories:
 
     def measure(self, digest: str) -> int:
         """Return the size of a blob in bytes, -1 for a missing one."""
-        status = self.find_status(digest)
-        return -1 if status is None else status.st_size
+        return self.measure_all((digest,))[0]
 
-    def find_status(self, digest: str) -> os.stat_result | None:
-        """Return the status of the file of a blob; None if it is missing, or not a file."""
-        algorithm, _, encoded = digest.partition(":")
-        for directory in self._directories.get(algorithm, ()):
-            try:
-                status = os.stat(encoded, dir_fd=directory.fd, follow_symlinks=False)
-            except FileNotFoundError:
-                continue
-            if stat.S_ISREG(status.st_mode):
-                return status
-        return None
+    def measure_all(self, digests: Iterable[str]) -> list[int]:
+        """Return the sizes of blobs in bytes, -1 for missing ones."""
+        # One loop: a call for each of hundreds of thousands would take a fifth of the time
+        descriptors = {
+            name: [directory.fd for directory in directories]
+            for name, directories in self._directories.items()
+        }
+        find, sizes = os.stat, list[int]()
+        for digest in digests:
+            algorithm, _, encoded = digest.partition(":")
+            size = -1
+            for fd in descriptors.get(algorithm, ()):
+                try:
+                    status = find(encoded, dir_fd=fd, follow_symlinks=False)
+                except FileNotFoundError:
+                    continue
+                if stat.S_ISREG(status.st_mode):
+                    size = status.st_size
+                    break
+            sizes.append(size)
+        return sizes
 
     def read(self, digest: str, limit: int) -> bytes | None:
         """Return up to ``limit`` bytes of a blob, None without it; memory is allocated for all."""

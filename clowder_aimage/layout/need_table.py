@@ -118,7 +118,8 @@ def _parse(data: bytes) -> tuple[list[str], dict[str, array[int]]]:
     numbers = array("I")
     numbers.frombytes(content[size:])
     numbers = _swap(numbers)
-    if max((*numbers[:count], *numbers[2 * count :]), default=-1) >= len(digests):
+    blobs = numbers[:count], numbers[2 * count :]
+    if max(max(part, default=-1) for part in blobs) >= len(digests):
         raise FormatError("the table of needs has other numbers")
     ends = list(accumulate(numbers[count : 2 * count], initial=2 * count))
     if len(ends) != count + 1 or ends[-1] != len(numbers):
