@@ -64,6 +64,12 @@ def known_peers() -> list[str]:
     return [name for name in PULLS if (has_oras_py if name == "oras-py" else shutil.which(name))]
 
 
+def find_absent(peers: list[str]) -> list[str]:
+    """Return those of the stated tools that are unknown or not installed."""
+    known = known_peers()
+    return [peer for peer in peers if peer not in known]
+
+
 def pull_commands(peers: list[str], name: str, target: Path) -> dict[str, list[str]]:
     """Map names of tools to commands that pull ``name`` (with a host) into ``target``."""
     theirs = {

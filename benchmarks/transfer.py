@@ -307,6 +307,10 @@ def main() -> None:
     asked = [table for table in tables if getattr(options, table)]
     if not asked and not options.quota:
         asked = ["pull"]
+    chosen = options.peers.split(",") if options.peers else []
+    if absent := peers.find_absent(chosen):
+        known = ", ".join(peers.known_peers()) or "none"
+        parser.error(f"not a known tool in PATH: {', '.join(absent)}; there are: {known}")
     if "push" in asked and options.server == "static":
         parser.error("a static server accepts no pushes")
     with contextlib.ExitStack() as stack:
@@ -314,7 +318,7 @@ def main() -> None:
         if directory is None:
             directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         directory.mkdir(parents=True, exist_ok=True)
-        run = Run(directory.resolve(), options.peers.split(","), options.rounds, options.server)
+        run = Run(directory.resolve(), chosen, options.rounds, options.server)
         for table in asked:
             tables[table](run, (options.shapes or SHAPES[table]).split(","))
         if options.quota:

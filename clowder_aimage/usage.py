@@ -6,20 +6,21 @@ A name needs the content that ``layout/gc.py`` keeps for it: removing it would f
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from types import TracebackType
+from typing import NamedTuple
 
-from clowder_aimage.content.open_directory import OpenDirectory
 from clowder_aimage.errors import FormatError
 from clowder_aimage.layout import ImageLayout
-from clowder_aimage.layout.digest_scan import ALGORITHMS, LARGEST, DigestScanner, iter_blobs
+from clowder_aimage.layout.blob_directory import BlobDirectories
+from clowder_aimage.layout.digest_scan import LARGEST, DigestScanner, iter_blobs
 from clowder_aimage.layout.lock import check_own, translate_store_errors
+from clowder_aimage.layout.need_table import NeedTable
 from clowder_aimage.layout.unpacking import list_unpacked
 from clowder_aimage.oci import Descriptor, Digest, Manifest
 
@@ -92,37 +93,53 @@ def measure_usage(
 
     ``roots`` are the directories of the stores in ``layout``. Raises StoreError.
     """
-    sizes = {name: status.st_size for root in roots for name, status in iter_blobs(root)}
-    names: dict[Digest, list[str]] = {}
-    needed: dict[Digest, tuple[tuple[str, ...], dict[str, int]]] = {}
-    with translate_store_errors(layout.root), _NeededBlobs(layout, roots, sizes) as needs:
+    names: dict[str, list[str]] = {}
+    digests: dict[str, Digest] = {}
+    needed: dict[str, _NeededBlobs] = {}
+    with translate_store_errors(layout.root), _NeedReader(layout, roots) as needs:
         for name, descriptor in layout.iter_entries():
-            names.setdefault(descriptor.digest, []).append(name)
-            if descriptor.digest not in needed:
-                needed[descriptor.digest] = needs.of(descriptor)
-    users = Counter(chain.from_iterable(stored for stored, _ in needed.values()))
+            digest = str(descriptor.digest)
+            if digest in needed:
+                names[digest].append(name)
+            else:
+                names[digest], digests[digest] = [name], descriptor.digest
+                needed[digest] = needs.read(descriptor)
+        blob_sizes = needs.sizes
+    users = Counter(chain.from_iterable(item.stored for item in needed.values()))
     # A blob that two manifests need is freed by neither of them alone.
-    exclusive = {blob for blob, count in users.items() if count == 1}
-    selected = set(only) or needed.keys()
-    chosen = {digest: status for digest, status in needed.items() if digest in selected}
+    exclusive = [0] * len(blob_sizes)
+    for blob, count in users.items():
+        if count == 1:
+            exclusive[blob] = blob_sizes[blob]
+    chosen, selected_users = needed, users
+    if selected := {str(digest) for digest in only}:
+        chosen = {digest: item for digest, item in needed.items() if digest in selected}
+        selected_users = Counter(chain.from_iterable(item.stored for item in chosen.values()))
     shares = [
         NameUsage(
-            names=tuple(sorted(set(names[digest]), key=lambda name: (not name, name))),
-            digest=digest,
-            size=sum(map(sizes.__getitem__, stored)),
-            unique=sum(map(sizes.__getitem__, exclusive.intersection(stored))),
-            missing=len(missing),
-            missing_size=sum(missing.values()),
+            names=_sort_names(names[digest]),
+            digest=digests[digest],
+            size=sum(map(blob_sizes.__getitem__, item.stored)),
+            unique=sum(map(exclusive.__getitem__, item.stored)),
+            missing=len(item.missing),
+            missing_size=sum(item.missing.values()),
         )
-        for digest, (stored, missing) in chosen.items()
+        for digest, item in chosen.items()
     ]
-    selected_users = Counter(chain.from_iterable(stored for stored, _ in chosen.values()))
     return UsageReport(
         shares=tuple(sorted(shares, key=lambda share: (-share.unique, -share.size, share.names))),
         blobs=len(selected_users),
-        size=sum(sizes[blob] for blob in selected_users),
-        freed=sum(sizes[blob] for blob, count in selected_users.items() if count == users[blob]),
+        size=sum(blob_sizes[blob] for blob in selected_users),
+        freed=sum(
+            blob_sizes[blob] for blob, count in selected_users.items() if count == users[blob]
+        ),
     )
+
+
+def _sort_names(names: list[str]) -> tuple[str, ...]:
+    if len(names) == 1:
+        return tuple(names)
+    return tuple(sorted(set(names), key=lambda name: (not name, name)))
 
 
 def measure_disk_usage(layout: ImageLayout) -> DiskUsage:
@@ -130,8 +147,9 @@ def measure_disk_usage(layout: ImageLayout) -> DiskUsage:
     entries = list(layout.iter_entries())
     statuses = dict(iter_blobs(layout.root))
     sizes = {name: status.st_size for name, status in statuses.items()}
-    with translate_store_errors(layout.root), _NeededBlobs(layout, [layout.root], sizes) as needs:
-        needed = {blob for _, descriptor in entries for blob in needs.of(descriptor)[0]}
+    with translate_store_errors(layout.root), _NeedReader(layout, [layout.root]) as needs:
+        needed = {blob for _, descriptor in entries for blob in needs.read(descriptor).stored}
+        blob_sizes = needs.sizes
     partials = [status.st_blocks * _BLOCK for status in _iter_partials(layout.root)]
     space = layout.measure_space()
     return DiskUsage(
@@ -141,72 +159,90 @@ def measure_disk_usage(layout: ImageLayout) -> DiskUsage:
         size=sum(sizes.values()),
         allocated=sum(status.st_blocks * _BLOCK for status in statuses.values()),
         unneeded=len(sizes) - len(needed),
-        unneeded_size=sum(sizes.values()) - sum(sizes[blob] for blob in needed),
+        unneeded_size=sum(sizes.values()) - sum(map(blob_sizes.__getitem__, needed)),
         partials=len(partials),
         partial_size=sum(partials),
         free=None if space is None else space.free,
     )
 
 
-class _NeededBlobs:
-    """The blobs that documents need, among those in ``sizes``, until it is closed."""
+class _NeededBlobs(NamedTuple):
+    """The numbers of the needed blobs that are stored, and the sizes of those that are missing."""
 
-    def __init__(self, layout: ImageLayout, roots: Sequence[Path], sizes: dict[str, int]) -> None:
-        self._sizes = sizes
-        self._scanner = DigestScanner(list_unpacked(layout.root))
-        self._stack = contextlib.ExitStack()
-        # The directories of blobs are opened once: opening a file takes longer than scanning it
-        self._directories: dict[str, list[OpenDirectory]] = {}
-        for algorithm in ALGORITHMS:
-            for root in roots:
-                with contextlib.suppress(FileNotFoundError):
-                    directory = OpenDirectory(root / "blobs" / algorithm)
-                    self._directories.setdefault(algorithm, []).append(directory)
-                    self._stack.enter_context(directory)
+    stored: Sequence[int]
+    missing: Mapping[str, int]
 
-    def __enter__(self) -> _NeededBlobs:
+
+class _NeedReader:
+    """A reader of what documents need in the stores at ``roots``, until it is closed.
+
+    ``sizes`` are those of all blobs by their numbers, in bytes; -1 for a missing one.
+    """
+
+    def __init__(self, layout: ImageLayout, roots: Sequence[Path]) -> None:
+        self._unpacked = list_unpacked(layout.root)
+        self._scanner = DigestScanner(self._unpacked)
+        self._table = NeedTable(layout.root)
+        self._blobs = BlobDirectories(roots)
+        self.sizes = self._blobs.measure_all(self._table.digests)
+        # Needs with one of these are not those in the table, or not all stored
+        self._uncertain = {number for number, size in enumerate(self.sizes) if size < 0}
+        self._uncertain |= {*self._table.number(self._unpacked)} if self._unpacked else set()
+        # Documents that differ from their digests
+        self._damaged: set[str] = set()
+
+    def __enter__(self) -> _NeedReader:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: object, trace: TracebackType | None
     ) -> None:
-        self._stack.close()
+        self._blobs.__exit__(kind, error, trace)
+        if error is None:
+            self._table.close()
 
-    def of(self, descriptor: Descriptor) -> tuple[tuple[str, ...], dict[str, int]]:
-        """Return the needed blobs that are stored, and the sizes of those that are missing."""
+    def read(self, descriptor: Descriptor) -> _NeededBlobs:
+        """Return the blobs that a document needs."""
         key = str(descriptor.digest)
-        if key not in self._sizes:
-            return (), {key: descriptor.size}
+        blobs = self._table.find(key)
+        if blobs is not None and (not self._uncertain or self._uncertain.isdisjoint(blobs)):
+            return _NeededBlobs(blobs, {})
+        if self._blobs.measure(key) < 0:
+            return _NeededBlobs((), {key: descriptor.size})
         needed = self._scanner.needs(key, self._read, self._read)
-        stored = tuple(filter(self._sizes.__contains__, needed))
-        missing: dict[str, int] = {}
-        documents = self._scanner.walk(key, self._read) if len(stored) < len(needed) else ()
-        for digest, document in documents:
-            if document and not self._sizes.keys() >= set(document.digests):
+        blobs = self._table.number(needed)
+        self.sizes += self._blobs.measure_all(self._table.digests[len(self.sizes) :])
+        missing = {self._table.digests[number] for number in blobs if self.sizes[number] < 0}
+        if not missing:
+            if needed.isdisjoint({*self._damaged, *self._unpacked}):
+                self._table.add(key, blobs)
+            return _NeededBlobs(blobs, {})
+        return _NeededBlobs(
+            [number for number in blobs if self.sizes[number] >= 0], self._find_sizes(key, missing)
+        )
+
+    def _find_sizes(self, key: str, missing: set[str]) -> dict[str, int]:
+        """Return the stated sizes of those blobs whose sizes the documents below one state."""
+        sizes: dict[str, int] = {}
+        for digest, document in self._scanner.walk(key, self._read):
+            if document and not missing.isdisjoint(document.digests):
                 # A document of another kind states no sizes.
                 with contextlib.suppress(FormatError):
                     children = Manifest.parse(self._read(digest) or b"").children
-                    sizes = {str(child.digest): child.size for child in children}
-                    missing |= {
-                        digest_text: sizes[digest_text]
-                        for digest_text in sizes.keys() - self._sizes.keys()
-                    }
-        return stored, missing
+                    stated = ((str(child.digest), child.size) for child in children)
+                    sizes |= {child: size for child, size in stated if child in missing}
+        return sizes
 
     def _read(self, key: str) -> bytes | None:
         """Return a document; None if it is missing, no bytes if it is too large for one."""
-        size = self._sizes.get(key)
-        if size is None or size > LARGEST:
-            return None if size is None else b""
-        algorithm, _, encoded = key.partition(":")
-        for directory in self._directories.get(algorithm, ()):
-            try:
-                return directory.read(encoded, size + 1)
-            except OSError as error:
-                # It may have been removed, or replaced by a link, in the meantime.
-                if error.errno not in (errno.ENOENT, errno.ELOOP):
-                    raise
-        return None
+        size = self._blobs.measure(key)
+        if size < 0 or size > LARGEST:
+            return None if size < 0 else b""
+        # It may have been removed, or replaced by a link, in the meantime.
+        raw = self._blobs.read(key, size + 1)
+        if raw is not None and str(Digest.of(raw, key.partition(":")[0])) != key:
+            self._damaged.add(key)
+        return raw
 
 
 def _iter_partials(root: Path) -> Iterator[os.stat_result]:

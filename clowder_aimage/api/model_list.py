@@ -23,8 +23,8 @@ from clowder_aimage.http.api_error import ApiError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.completeness import check_completeness
 from clowder_aimage.layout.gc import Collector
-from clowder_aimage.layout.index import is_same_name
 from clowder_aimage.layout.layout import index_name
+from clowder_aimage.layout.snapshot import find_descriptor
 from clowder_aimage.model.runnable import read_model
 from clowder_aimage.oci import Descriptor, Reference
 
@@ -72,17 +72,6 @@ def find_entry(store: ImageLayout, reference: Reference) -> ModelEntry | None:
     """Return the entry with exactly this name. Raises ContentError, StoreError."""
     descriptor = find_descriptor(store, reference)
     return None if descriptor is None else read_entry(store, reference, descriptor)
-
-
-def find_descriptor(store: ImageLayout, reference: Reference) -> Descriptor | None:
-    """Return the descriptor of exactly this name; a digest does not match other names."""
-    text = index_name(reference)
-    parsed = Reference.parse(text)
-    for name, descriptor in store.list_tags():
-        is_same = name == text or is_same_name(name, parsed)
-        if is_same and reference.digest in (None, descriptor.digest):
-            return descriptor
-    return None
 
 
 def read_entry(store: ImageLayout, reference: Reference, descriptor: Descriptor) -> ModelEntry:

@@ -24,6 +24,7 @@ from clowder_aimage.engine.transfer_queue import TransferQueue
 from clowder_aimage.errors import AImageError, NotFoundError, UsageError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.completeness import Completeness, CompletenessCache, check_completeness
+from clowder_aimage.layout.snapshot import StoreSnapshot
 from clowder_aimage.model.adapter_source import AdapterFinder
 from clowder_aimage.oci import Reference
 from clowder_aimage.oci.reference import DEFAULT_TAG
@@ -95,7 +96,7 @@ class Readiness:
             self._readable = before
 
     def _is_complete(self, name: str) -> bool:
-        def check() -> Completeness:
+        def check(_: StoreSnapshot) -> Completeness:
             return check_completeness(self._store, self._store.resolve(Reference.parse(name)))
 
         try:

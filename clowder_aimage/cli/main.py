@@ -268,7 +268,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
         if isinstance(error, click.Abort):
             # The cursor is behind a question.
             click.echo(err=True)
-        _print_error("interrupted; complete blobs are kept")
+        kept = "; complete blobs are kept" if interruption.has_stopped_copy else ""
+        _print_error(f"interrupted{kept}")
         code = 130
     return code if isinstance(code, int) else 0
 

@@ -40,10 +40,7 @@ class SourceReader(RawReader):
     @property
     def is_stored(self) -> bool:
         """True if the bytes are those of a blob in a store, and not sent by another machine."""
-        source = self._source
-        return (
-            source.is_stored if isinstance(source, SourceReader) else isinstance(source, StoredFile)
-        )
+        return _is_stored(self._source)
 
     def close(self) -> None:
         self._source.close()
@@ -74,20 +71,27 @@ class VerifyingReader(SourceReader):
             return 0
         self._count += count
         if self._count > self._expected.size:
-            raise VerificationError(
-                f"{self._expected.digest} is longer than the {self._expected.size} bytes "
-                "in its descriptor"
-            )
+            raise _build_length_error(self._expected)
         self._hasher.update(view[:count])
         return count
 
     def _check_all(self) -> None:
-        try:
-            check(self._expected, self._count, self._hasher.hexdigest())
-        except VerificationError as error:
-            if not (self._is_shared or self.is_stored):
-                raise
-            raise VerificationError(error.message, remedy="repair_store") from None
+        is_stored = self._is_shared or self.is_stored
+        _check_source(self._expected, self._count, self._hasher.hexdigest(), is_stored=is_stored)
+
+
+def _is_stored(source: Reader) -> bool:
+    return source.is_stored if isinstance(source, SourceReader) else isinstance(source, StoredFile)
+
+
+def _check_source(expected: Descriptor, size: int, encoded: str, *, is_stored: bool) -> None:
+    """Check as ``check`` does; for a file in a store the remedy is its repair."""
+    try:
+        check(expected, size, encoded)
+    except VerificationError as error:
+        if not is_stored:
+            raise
+        raise VerificationError(error.message, remedy="repair_store") from None
 
 
 def check(expected: Descriptor, size: int, encoded: str) -> None:
@@ -99,6 +103,12 @@ def check(expected: Descriptor, size: int, encoded: str) -> None:
             f"got {expected.digest.algorithm}:{encoded}",
             hint=_SENT,
         )
+
+
+def _build_length_error(expected: Descriptor) -> VerificationError:
+    return VerificationError(
+        f"{expected.digest} is longer than the {expected.size} bytes in its descriptor"
+    )
 
 
 def check_size(expected: Descriptor, size: int) -> None:
@@ -119,11 +129,17 @@ def verify(source: Reader, expected: Descriptor) -> None:
 
 def read_all(source: Reader, expected: Descriptor, limit: int = MAX_MANIFEST_SIZE) -> bytes:
     """Read content of up to ``limit`` bytes into memory. Raises VerificationError."""
-    with VerifyingReader(source, expected) as reader:
+    with source:
         if expected.size > limit:
             raise VerificationError(
                 f"{expected.digest} is too large: {expected.size} bytes, the limit is {limit}"
             )
-        # The buffer of each read is allocated and zeroed
-        count = min(CHUNK_SIZE, expected.size + 1)
-        return b"".join(iter(lambda: reader.read(count), b""))
+        raw = source.read(min(CHUNK_SIZE, expected.size + 1))
+        while part := source.read(min(CHUNK_SIZE, expected.size + 1 - len(raw))):
+            raw += part
+    if len(raw) > expected.size:
+        raise _build_length_error(expected)
+    hasher = expected.digest.create_hasher()
+    hasher.update(raw)
+    _check_source(expected, len(raw), hasher.hexdigest(), is_stored=_is_stored(source))
+    return raw

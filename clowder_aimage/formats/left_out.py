@@ -26,6 +26,7 @@ MAX_PICTURES = 32
 MAX_PICTURE = 16 * 1024 * 1024
 MANY_PICTURES = f"more than {MAX_PICTURES} pictures"
 LARGE_PICTURE = "a picture of more than 16 MiB"
+NO_PICTURE = "named as a picture, but not a PNG, JPEG, WebP or GIF"
 PICTURE_ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".gif")
 # Endings of weights in any format.
 WEIGHTS = (

@@ -38,7 +38,8 @@ _MAX_ID = 2**53
 # Characters of a description that are read.
 _MAX_HTML = 64 * 1024
 _TAG = re.compile(r"<[^<>]*>")
-_UNREADABLE = "not a sidecar that can be read"
+_NO_JSON = "named as a sidecar, but not valid JSON"
+_LARGE = "a sidecar of more than 1 MiB"
 _VERSION_KEYS = ("trainedWords", "baseModel", "modelId")
 _WEBUI_KEYS = ("activation text", "preferred weight", "sd version")
 _USES = ("None", "Image", "RentCivit", "Rent", "Sell")
@@ -67,10 +68,13 @@ def read_sidecar(path: Path) -> Sidecar:
         document = path.with_name(path.stem + ending)
         if not document.is_file():
             continue
+        if reason := _judge(document, _MAX_JSON, _LARGE):
+            omitted.append(LeftOut(document.name, reason))
+            continue
         try:
-            stated = parse_sidecar(_read_document(document), path.name)
-        except (FormatError, ModelError):
-            omitted.append(LeftOut(document.name, _UNREADABLE))
+            stated = parse_sidecar(document.read_bytes(), path.name)
+        except FormatError:
+            omitted.append(LeftOut(document.name, _NO_JSON))
             continue
         if stated:
             facts |= stated
@@ -117,23 +121,20 @@ def add_sidecar(inventory: Inventory, path: Path) -> Inventory:
     )
 
 
-def _read_document(path: Path) -> bytes:
-    """Return the bytes of a JSON file. Raises FormatError, ModelError."""
-    model_tree.check_inside(model_tree.find_boundary(path.parent), path)
-    if path.stat().st_size > _MAX_JSON:
-        raise FormatError(f"{path} is too large for a sidecar")
-    return path.read_bytes()
-
-
 def _judge_picture(path: Path) -> str:
     """Return the reason to leave out a picture, empty for none."""
+    if reason := _judge(path, left_out.MAX_PICTURE, left_out.LARGE_PICTURE):
+        return reason
+    return "" if left_out.is_picture(model_tree.read_start(path)) else left_out.NO_PICTURE
+
+
+def _judge(path: Path, limit: int, reason: str) -> str:
+    """Return ``reason`` for a file of more than ``limit`` bytes, that for a link, or no text."""
     try:
         model_tree.check_inside(model_tree.find_boundary(path.parent), path)
     except ModelError:
         return left_out.LINK_OUT
-    if path.stat().st_size > left_out.MAX_PICTURE:
-        return left_out.LARGE_PICTURE
-    return "" if left_out.is_picture(model_tree.read_start(path)) else _UNREADABLE
+    return reason if path.stat().st_size > limit else ""
 
 
 def parse_sidecar(raw: bytes, file_name: str) -> dict[str, Any]:

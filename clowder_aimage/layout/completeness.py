@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from clowder_aimage.content.graph import walk
 from clowder_aimage.content.store import ContentStore, Lease
 from clowder_aimage.errors import AImageError, NotFoundError, UsageError
 from clowder_aimage.layout.layout import ImageLayout
+from clowder_aimage.layout.snapshot import StoreSnapshot
 from clowder_aimage.oci import Descriptor, Digest, Reference, mediatype, parse_document
 
 if TYPE_CHECKING:
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
 
 # Seconds that a result is cached. The fingerprint does not reveal a damaged blob.
 MAX_AGE = 300.0
+# The same for blobs that other AImages have too
+_SNAPSHOT_AGE = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +50,13 @@ class Completeness:
         return sum(blob.size for blob in self.missing)
 
 
-def check_completeness(layout: ImageLayout, root: Descriptor) -> Completeness:
-    """Return the missing content below ``root``. Raises ContentError if damaged, StoreError."""
+def check_completeness(
+    layout: ImageLayout, root: Descriptor, exists: Callable[[Descriptor], bool] | None = None
+) -> Completeness:
+    """Return the missing content below ``root``. Raises ContentError if damaged, StoreError.
+
+    ``exists`` is that of the layout, or of a snapshot of it.
+    """
     # The content below a missing document is unknown.
     root_node, *nodes = walk(
         lambda content: (
@@ -59,7 +68,7 @@ def check_completeness(layout: ImageLayout, root: Descriptor) -> Completeness:
     )
     if root_node.document is None:
         return Completeness(root, root.size, (root,))
-    return check_blobs(layout, root, (node.content for node in nodes))
+    return check_blobs(layout, root, (node.content for node in nodes), exists)
 
 
 def check_stored(store: ContentStore, stored: StoredAImage) -> Completeness:
@@ -67,10 +76,16 @@ def check_stored(store: ContentStore, stored: StoredAImage) -> Completeness:
     return check_blobs(store, stored.descriptor, stored.manifest.children)
 
 
-def check_blobs(store: ContentStore, root: Descriptor, blobs: Iterable[Descriptor]) -> Completeness:
+def check_blobs(
+    store: ContentStore,
+    root: Descriptor,
+    blobs: Iterable[Descriptor],
+    exists: Callable[[Descriptor], bool] | None = None,
+) -> Completeness:
     """Return the missing blobs among ``blobs``, the needs of ``root``. Raises StoreError."""
     by_digest = {blob.digest: blob for blob in blobs}
-    missing = tuple(blob for blob in by_digest.values() if not store.exists(blob))
+    exists = exists or store.exists
+    missing = tuple(blob for blob in by_digest.values() if not exists(blob))
     return Completeness(root, sum(blob.size for blob in by_digest.values()), missing)
 
 
@@ -173,7 +188,8 @@ class CompletenessCache:
 
     Missing and unreadable content is checked again each time. Thread-safe. ``clock`` returns
     monotonic seconds; ``chance`` a number in [0, 1) that shortens the lifetime of a result by up to
-    half, so that many results do not expire at once.
+    half, so that many results do not expire at once. The fingerprint is read every ``interval``
+    seconds at most for results that are cached.
     """
 
     def __init__(
@@ -182,25 +198,46 @@ class CompletenessCache:
         *,
         clock: Callable[[], float] = time.monotonic,
         chance: Callable[[], float] = lambda: 0.0,
+        interval: float = 0.0,
     ) -> None:
         self._store, self._clock, self._chance = store, clock, chance
+        self._interval, self._read_at = interval, -math.inf
         self._lock = threading.Lock()
         self._fingerprint: Hashable = None
-        self._results: dict[Hashable, tuple[Hashable, float, Completeness]] = {}
+        self._snapshot, self._snapshot_end = StoreSnapshot(store), 0.0
+        self._results: dict[Hashable, _Cached] = {}
 
     def find(
-        self, key: Hashable, check: Callable[[], Completeness], version: Hashable = None
+        self,
+        key: Hashable,
+        check: Callable[[StoreSnapshot], Completeness],
+        version: Hashable = None,
     ) -> Completeness:
-        """Return the cached result for ``key`` and ``version``, or that of ``check``."""
+        """Return the cached result for ``key`` and ``version``, or that of ``check``.
+
+        Checks within some seconds share a snapshot of an unchanged store: models share blobs.
+        """
         # A result counts only if the store was unchanged from before the check to its end.
-        timestamp, before = self._clock(), self._store.compute_fingerprint()
+        timestamp = self._clock()
         with self._lock:
+            cached = self._results.get(key)
+            is_recent = timestamp - self._read_at < self._interval
+        if is_recent and _is_valid(cached, version, timestamp):
+            return cached[2]
+        before = self._store.compute_fingerprint()
+        with self._lock:
+            self._read_at = timestamp
             if before is None or before != self._fingerprint:
                 self._fingerprint, self._results = before, {}
+                self._snapshot_end = timestamp
+            if timestamp >= self._snapshot_end:
+                self._snapshot = StoreSnapshot(self._store, is_settled=before is not None)
+                self._snapshot_end = timestamp + _SNAPSHOT_AGE
+            snapshot = self._snapshot
             cached = self._results.get(key)
-        if cached is not None and cached[0] == version and timestamp < cached[1]:
+        if _is_valid(cached, version, timestamp):
             return cached[2]
-        result = check()
+        result = check(snapshot)
         end = timestamp + MAX_AGE * (1.0 - self._chance() / 2.0)
         is_settled = before is not None and before == self._store.compute_fingerprint()
         with self._lock:
@@ -208,3 +245,11 @@ class CompletenessCache:
             if result.is_complete and is_settled and before == self._fingerprint:
                 self._results[key] = version, end, result
         return result
+
+
+# The version of a result, and the time at which it expires
+_Cached = tuple[Hashable, float, Completeness]
+
+
+def _is_valid(cached: _Cached | None, version: Hashable, timestamp: float) -> TypeGuard[_Cached]:
+    return cached is not None and cached[0] == version and timestamp < cached[1]

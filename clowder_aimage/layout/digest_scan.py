@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from clowder_aimage.content.open_directory import OpenDirectory
 from clowder_aimage.errors import AImageError
 from clowder_aimage.layout.lock import translate_store_errors
 from clowder_aimage.oci import Digest
@@ -142,8 +143,13 @@ def iter_blobs(root: Path) -> Iterator[tuple[str, os.stat_result]]:
     """Yield the digest and the status of all files named like blobs. Raises StoreError."""
     for algorithm, size in ALGORITHMS.items():
         is_encoded = re.compile(f"[0-9a-f]{{{size}}}").fullmatch
-        with translate_store_errors(root), contextlib.suppress(FileNotFoundError):
-            for entry in os.scandir(root / "blobs" / algorithm):
+        with (
+            translate_store_errors(root),
+            contextlib.suppress(FileNotFoundError),
+            # A status takes less time by the descriptor of the directory than by a path
+            OpenDirectory(root / "blobs" / algorithm) as directory,
+        ):
+            for entry in os.scandir(directory.fd):
                 if is_encoded(entry.name) and entry.is_file(follow_symlinks=False):
                     try:
                         status = entry.stat(follow_symlinks=False)

@@ -471,7 +471,7 @@ def ingest_size(root: Path, content: Descriptor) -> int:
 
 def build_blob_path(root: Path, content: Descriptor) -> str:
     """Return the path of a blob. A valid digest keeps it inside the store."""
-    return os.path.join(root, "blobs", content.digest.algorithm, content.digest.encoded)
+    return f"{root}/blobs/{content.digest.algorithm}/{content.digest.encoded}"
 
 
 def is_file(path: str) -> bool:

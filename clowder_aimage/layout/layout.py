@@ -74,6 +74,8 @@ from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference, mediatyp
 
 # The private directory of manifests that lost a name, with the time.
 UNNAMED = "unnamed"
+# That of the names that no collection removes
+PINS = "pins"
 # Seconds between two records of a manifest's use
 _USE_INTERVAL = 60.0
 # Seconds between two attempts
@@ -150,10 +152,15 @@ class ImageLayout(ContentStore):
         return self.is_durable(content)
 
     def is_durable(self, content: Descriptor, /) -> bool:
-        with translate_store_errors(self.root), contextlib.suppress(FileNotFoundError):
+        # Of thousands of blobs: without contexts, which take longer than the call
+        try:
             status = os.lstat(self.locate(content))
-            return stat.S_ISREG(status.st_mode) and status.st_size == content.size
-        return False
+        except FileNotFoundError:
+            return False
+        except OSError:
+            with translate_store_errors(self.root):
+                raise
+        return stat.S_ISREG(status.st_mode) and status.st_size == content.size
 
     def locate(self, content: Descriptor) -> str:
         """Return the path of the content, stored or not."""
@@ -187,7 +194,8 @@ class ImageLayout(ContentStore):
                 file = StoredFile(open_regular(self.locate(content)))
             except (FileNotFoundError, NotADirectoryError):
                 raise self._build_not_found_error(content) from None
-            file.seek(offset)
+            if offset:
+                file.seek(offset)
         if length is None:
             return file
         with file:
@@ -294,7 +302,7 @@ class ImageLayout(ContentStore):
     @property
     def pins(self) -> MetadataFiles:
         """Return the pinned names. No collection removes them."""
-        return MetadataFiles(self.root, "pins")
+        return MetadataFiles(self.root, PINS)
 
     def ingest(
         self,

@@ -13,7 +13,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Hashable, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,7 @@ from clowder_aimage.errors import AImageError, NotFoundError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.digest_scan import iter_blobs
 from clowder_aimage.layout.gc import Collection, Collector
+from clowder_aimage.layout.index import compute_fingerprint
 from clowder_aimage.layout.layout import index_name
 from clowder_aimage.layout.lease import read_leases
 from clowder_aimage.layout.lock import PRIVATE
@@ -66,15 +67,20 @@ def measure_disk(root: Path) -> DiskReading | None:
     return None if space is None else DiskReading(*space)
 
 
-def measure_blobs(root: Path) -> tuple[int, int]:
-    """Return the bytes of blobs and of interrupted downloads in a store."""
+def measure_blobs(root: Path) -> int:
+    """Return the bytes of blobs in a store."""
+    return sum(status.st_size for _, status in iter_blobs(root))
+
+
+def measure_partials(root: Path) -> int:
+    """Return the bytes of interrupted downloads in a store."""
     partial = 0
     with contextlib.suppress(OSError), os.scandir(root / PRIVATE / "ingest") as entries:
         for entry in entries:
             with contextlib.suppress(OSError):
                 # An ingest is a sparse file: its ranges arrive in any order. Blocks have 512 bytes.
                 partial += entry.stat(follow_symlinks=False).st_blocks * 512
-    return sum(status.st_size for _, status in iter_blobs(root)), partial
+    return partial
 
 
 @dataclass(slots=True)
@@ -142,6 +148,9 @@ class Evictor:
         # The desired state and the records at the last pruning.
         self._pruned_inputs: object = None
         self._is_full = False
+        # The fingerprint of the store when its blobs were measured, and their bytes
+        self._measured: Hashable = None
+        self._blob_size = 0
         # Frees the space of ranges kept for peers.
         self.spare: Callable[[], object] = lambda: None
 
@@ -211,11 +220,14 @@ class Evictor:
 
     def _measure(self) -> None:
         disk = self.marks.measure(self._store.root)
-        blob_size, partial_size = measure_blobs(self._store.root)
+        # Hundreds of thousands of blobs take seconds
+        fingerprint = compute_fingerprint([self._store.root])
+        if fingerprint is None or fingerprint != self._measured:
+            self._measured, self._blob_size = fingerprint, measure_blobs(self._store.root)
         self._metrics.free.set(math.nan if disk is None else disk.free)
         self._metrics.size.set(math.nan if disk is None else disk.total)
-        self._metrics.bytes.labels("blob").set(blob_size)
-        self._metrics.bytes.labels("partial").set(partial_size)
+        self._metrics.bytes.labels("blob").set(self._blob_size)
+        self._metrics.bytes.labels("partial").set(measure_partials(self._store.root))
         self._metrics.images.set(sum(1 for _ in self._store.list_tags()))
 
     async def prune(self, specified: Set[str], records: SpecStore) -> list[str]:

@@ -198,6 +198,10 @@ class ModelStatus:
         if lease is not None:
             lease.close()
 
+    def holds(self, digest: Digest) -> bool:
+        """Return True if a manifest is leased."""
+        return self._leased == digest
+
     def close(self) -> None:
         """Release the lease permanently. Writes to the disk; safe to call from any thread."""
         with self._lock:

@@ -10,20 +10,22 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import math
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import time
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from pathlib import Path
 
-from clowder_aimage.api import model_list
 from clowder_aimage.api.service import BY_NODE
 from clowder_aimage.dialect.selection import LayerSelection
 from clowder_aimage.errors import AImageError, NoSpaceError, NotFoundError, StoreError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.completeness import Completeness, check_blobs, check_completeness
-from clowder_aimage.layout.layout import index_name
+from clowder_aimage.layout.layout import PINS, index_name
 from clowder_aimage.layout.lock import PRIVATE
 from clowder_aimage.layout.metadata import MetadataFiles
+from clowder_aimage.layout.snapshot import StoreSnapshot
 from clowder_aimage.layout.stored_aimage import read_aimage
 from clowder_aimage.node.model_spec import ModelSpec, parse_specs
 from clowder_aimage.node.model_state import ModelStatus
@@ -33,7 +35,19 @@ from clowder_aimage.registry import ClientOptions
 _KIND = "wanted"
 # Names contain no spaces.
 _EVER, _LAST = "ever ", "last "
+# Seconds between two records of a use, and between two reads of times of change
+_USE_INTERVAL, _STAMP_AGE = 30.0, 0.25
+# Nanoseconds after which a change has another time than the one before, on any file system
+_SETTLED = 5 * 10**9
 _log = logging.getLogger("aimage.node")
+
+
+def _read_change(root: Path, kind: str) -> int:
+    """Return the time of change of a private directory of a store, in ns; 0 if unknown."""
+    try:
+        return (root / PRIVATE / kind).stat().st_mtime_ns
+    except OSError:
+        return 0
 
 
 class SpecStore:
@@ -69,10 +83,7 @@ class SpecStore:
 
     def stamp(self) -> int:
         """Return a number that changes whenever a record may have changed."""
-        try:
-            return (self._root / PRIVATE / _KIND).stat().st_mtime_ns
-        except OSError:
-            return 0
+        return _read_change(self._root, _KIND)
 
     def remember(self, name: str, stored: str = "") -> None:
         """Record durably that the files list ``name``.
@@ -115,20 +126,21 @@ class SpecStore:
                 yield owner, name, str(value.get("stored", name))
 
 
-def check_model(store: ImageLayout, spec: ModelSpec, name: Reference) -> Completeness:
+def check_model(snapshot: StoreSnapshot, spec: ModelSpec, name: Reference) -> Completeness:
     """Return the completeness of a model that the store has under ``name``.
 
     An unreadable model counts as missing, since a pull repairs it. Raises StoreError if the index
     cannot be read: no pull repairs that.
     """
-    root = model_list.find_descriptor(store, name)
+    store, root = snapshot.store, snapshot.find(name)
     if root is None:
         return Completeness()
     try:
-        completeness = check_completeness(store, root)
+        completeness = check_completeness(store, root, snapshot.exists)
         # Checked for complete models too: the components may not exist.
         if spec.components:
-            return check_blobs(store, root, _list_required_blobs(store, spec, name))
+            blobs = _list_required_blobs(store, spec, name)
+            return check_blobs(store, root, blobs, snapshot.exists)
         return completeness
     except NotFoundError:
         # No such component: the pull reports the error.
@@ -147,13 +159,20 @@ def _list_required_blobs(store: ImageLayout, spec: ModelSpec, name: Reference) -
 class Pinner:
     """Records, leases and pins the models to keep. All methods block.
 
-    Pins belong to one owner, as several nodes may share a store.
+    Pins belong to one owner, as several nodes may share a store. What is recorded and pinned is not
+    read again while the directories of records and pins are unchanged.
     """
 
     def __init__(self, store: ImageLayout, records: SpecStore) -> None:
         self._store, self._records = store, records
         # Models that could not be recorded.
         self._failed: set[str] = set()
+        # The models that are kept, by name, with what was kept and the state of the directories
+        self._kept: dict[str, tuple[Hashable, Hashable]] = {}
+        self._stamp: Hashable = None
+        self._stamped_at = -math.inf
+        # When the uses of models were recorded
+        self._used: dict[str, float] = {}
         # Of _failed: models are kept in several threads.
         self._lock = threading.Lock()
 
@@ -163,18 +182,23 @@ class Pinner:
         A failure to write to the store is logged and does not fail the model.
         """
         spec, name, manifest = model.spec, model.state.name, model.state.manifest
-        writes: tuple[Callable[[], object], ...] = (
-            lambda: self.remember(spec, name),
-            lambda: model.hold(self._store, manifest.digest) if manifest else None,
-            lambda: self._pin(spec, index_name(name)),
-        )
+        values, stamp = (spec, name), self.read_stamp()
+        writes: list[Callable[[], object]] = []
+        if manifest is not None:
+            writes.append(lambda: model.hold(self._store, manifest.digest))
+        if stamp is None or self._kept.get(spec.name) != (values, stamp):
+            writes.append(lambda: self.remember(spec, name))
+            writes.append(lambda: self._pin(spec, index_name(name)))
         failed = None
         for write in writes:
             try:
                 write()
             except (StoreError, NoSpaceError) as error:
                 failed = error
-        if manifest is not None:
+        if failed is None:
+            self._kept[spec.name] = values, stamp
+        if manifest is not None and time.monotonic() > self._used.get(spec.name, 0.0):
+            self._used[spec.name] = time.monotonic() + _USE_INTERVAL
             self._store.use(manifest)
         with self._lock:
             is_first = not self._failed
@@ -183,6 +207,24 @@ class Pinner:
         if failed is not None and is_first:
             facts = {"model": spec.name, "reason": failed.message}
             _log.warning("cannot write to the store", extra=facts)
+
+    def is_kept(self, model: ModelStatus) -> bool:
+        """Return True if ``keep`` has nothing to do since the last ``read_stamp``. Does no I/O."""
+        spec, name, manifest = model.spec, model.state.name, model.state.manifest
+        is_recorded = self._stamp is not None and self._kept.get(spec.name) == (
+            (spec, name),
+            self._stamp,
+        )
+        is_used = time.monotonic() <= self._used.get(spec.name, 0.0)
+        return is_recorded and is_used and manifest is not None and model.holds(manifest.digest)
+
+    def read_stamp(self) -> Hashable:
+        """Return the times of change of records and pins; None if they may be changing now."""
+        if (timestamp := time.monotonic()) - self._stamped_at > _STAMP_AGE:
+            stamps = self._records.stamp(), _read_change(self._store.root, PINS)
+            is_settled = time.time_ns() - max(stamps) > _SETTLED
+            self._stamp, self._stamped_at = stamps if is_settled else None, timestamp
+        return self._stamp
 
     def get_stored_name(self, spec: ModelSpec) -> str:
         """Return the recorded name in the store if it differs, else an empty string."""

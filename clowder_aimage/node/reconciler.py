@@ -21,6 +21,7 @@ from clowder_aimage.engine.transfer_queue import DESIRED, PREFETCH
 from clowder_aimage.errors import AImageError, NoSpaceError, StoreError, VerificationError
 from clowder_aimage.http.background import run_in_daemon_thread
 from clowder_aimage.layout.completeness import CompletenessCache
+from clowder_aimage.layout.snapshot import StoreSnapshot
 from clowder_aimage.node import model_transition as transition
 from clowder_aimage.node.model_state import (
     UNKNOWN,
@@ -40,6 +41,8 @@ from clowder_aimage.registry import ClientOptions
 
 # Concurrent requests: to one registry, and in total.
 MAX_EACH, MAX_ALL = 8, 32
+# Seconds between two reads of the store's fingerprint, which hundreds of models look at
+_INTERVAL = 0.25
 _log = logging.getLogger("aimage.node")
 
 
@@ -110,7 +113,9 @@ class Reconciler:
     ) -> None:
         self._service, self._store = service, service.store
         self._clock, self._chance, self._relieve = clock, chance, relieve
-        self._completeness = CompletenessCache(service.store, clock=clock, chance=chance)
+        self._completeness = CompletenessCache(
+            service.store, clock=clock, chance=chance, interval=_INTERVAL
+        )
         self._registries = RegistryLimiter(service.connection)
         self._pinner = Pinner(service.store, records)
 
@@ -128,7 +133,7 @@ class Reconciler:
         try:
             match action:
                 case Work.KEEP:
-                    await run_locking(self._pinner.keep, model)
+                    await self._keep(model)
                 case Work.MEASURE:
                     return partial(
                         transition.apply_measurement, free=await run_io(self._store.measure_free)
@@ -148,6 +153,10 @@ class Reconciler:
         except AImageError as error:
             return await self._make_failure(model, error)
         return None
+
+    async def _keep(self, model: ModelStatus) -> None:
+        if not self._pinner.is_kept(model):
+            await run_locking(self._pinner.keep, model)
 
     async def _evict(self, action: Evict) -> Event | None:
         expected = await run_locking(self._relieve, action.room)
@@ -175,10 +184,14 @@ class Reconciler:
         each of hundreds of models would read the whole index and check all of its blobs.
         """
         spec, name = model.spec, model.state.name
+        self._pinner.read_stamp()
         if model.state.phase == UNKNOWN and (recorded := self._pinner.get_stored_name(spec)):
             name = Reference.parse(recorded)
-        check, version = partial(check_model, self._store, spec, name), (spec, name, model.version)
-        completeness = self._completeness.find(spec.name, check, version)
+        completeness = self._completeness.find(
+            spec.name,
+            lambda snapshot: check_model(snapshot, spec, name),
+            (spec, name, model.version),
+        )
         return partial(transition.apply_store_read, name=name, completeness=completeness)
 
     async def _check(self, model: ModelStatus, last_digest: Digest | None) -> Event:
@@ -222,7 +235,7 @@ class Reconciler:
             return await self._make_failure(model, error, needed=total, began=has_begun)
         model.version += 1
         name = resolve_stored_name(spec.reference, root)
-        completeness = await run_io(check_model, self._store, spec, name)
+        completeness = await run_io(check_model, StoreSnapshot(self._store), spec, name)
         sources, chance = dict(transfer.sources), self._chance()
         return partial(
             transition.apply_pull,

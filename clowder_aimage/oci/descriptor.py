@@ -11,6 +11,7 @@ from clowder_aimage.errors import FormatError
 from clowder_aimage.oci.digest import Digest
 
 _KNOWN = frozenset({"mediaType", "digest", "size", "annotations"})
+_TEXT = {str}
 # One pebibyte: a larger size is a mistake or an attack.
 MAX_SIZE = 1 << 50
 
@@ -48,8 +49,9 @@ class Descriptor:
         if not isinstance(size, int) or isinstance(size, bool) or not 0 <= size <= MAX_SIZE:
             raise FormatError(f"{label}: size must be a number of bytes, not {size!r:.60}")
         annotations = read_annotations(value, label)
-        extra = {key: item for key, item in value.items() if key not in _KNOWN}
-        if extra:
+        extra = {}
+        if not value.keys() <= _KNOWN:
+            extra = {key: item for key, item in value.items() if key not in _KNOWN}
             check_spelling(extra, _KNOWN, label)
         return cls(media_type, Digest.parse(value.get("digest")), size, annotations, extra)
 
@@ -91,9 +93,7 @@ def read_annotations(value: Mapping[str, Any], label: str) -> Mapping[str, str]:
     annotations = value.get("annotations")
     if annotations is None:
         return {}
-    if not isinstance(annotations, dict) or not all(
-        isinstance(item, str) for item in annotations.values()
-    ):
+    if not isinstance(annotations, dict) or not {*map(type, annotations.values())} <= _TEXT:
         raise FormatError(f"{label}: annotations must map strings to strings")
     return annotations
 

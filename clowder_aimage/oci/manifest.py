@@ -6,8 +6,8 @@ unknown fields survive.
 
 from __future__ import annotations
 
-import functools
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +24,7 @@ _PARSED = ParseCache()
 _MAX_LAYER = 1024
 _MAX_LAYERS = 2048
 _LAYERS, _SEPARATOR, _END = b'"layers":[{', b"},{", b"}]"
+_LOOSE_SEPARATOR = re.compile(rb"\}(?:[ \t\n\r]+,[ \t\n\r]*|,[ \t\n\r]+)\{")
 _FIELDS = frozenset(
     "schemaVersion mediaType artifactType config layers manifests subject annotations".split()
 )
@@ -168,8 +169,7 @@ def _parse(raw: bytes, media_type: str, digest: Digest) -> Manifest | Index:
 def _split_layers(raw: bytes) -> tuple[bytes, tuple[Descriptor, ...]] | None:
     """Return the text of a compact manifest with an empty list of layers, and the layers.
 
-    Texts that are valid objects each are a valid list with commas between them, and no other list
-    has that text. None if a layer is invalid, nested or long, or if the place of the list is
+    None if a layer is invalid, nested or long, or if the place of the list is
     uncertain: the whole text is parsed then.
     """
     start, end = raw.find(_LAYERS) + len(_LAYERS), raw.rfind(_END)
@@ -179,24 +179,47 @@ def _split_layers(raw: bytes) -> tuple[bytes, tuple[Descriptor, ...]] | None:
     rest = raw[: start - 1] + raw[end + 1 :]
     if len(pieces) > _MAX_LAYERS or rest.count(b'"layers"') != 1 or b"\\" in rest:
         return None
-    layers = list[Descriptor]()
-    for piece in pieces:
-        layer = _parse_layer(piece) if len(piece) <= _MAX_LAYER else None
-        if layer is None:
-            return None
-        layers.append(layer)
-    return rest, tuple(layers)
+    layers = _LAYER_CACHE.parse(pieces)
+    return None if layers is None else (rest, layers)
 
 
-@functools.lru_cache(maxsize=_MAX_LAYERS)
-def _parse_layer(text: bytes) -> Descriptor | None:
-    """Return the layer in the text between two braces; None if it is invalid or nested."""
+class _LayerCache:
+    """Layers by their texts: manifests share most of them, and each text is parsed once."""
+
+    def __init__(self) -> None:
+        self._layers: dict[bytes, Descriptor] = {}
+
+    def parse(self, texts: list[bytes]) -> tuple[Descriptor, ...] | None:
+        """Return the layers with these texts between their braces; None if one is invalid."""
+        known = self._layers
+        if new := [text for text in texts if text not in known]:
+            if (parsed := _parse_layers(new)) is None:
+                return None
+            if len(known) + len(new) > _MAX_LAYERS:
+                known = self._layers = {text: known[text] for text in texts if text in known}
+            known.update(zip(new, parsed, strict=True))
+        return tuple(map(known.__getitem__, texts))
+
+
+_LAYER_CACHE = _LayerCache()
+
+
+def _parse_layers(texts: list[bytes]) -> list[Descriptor] | None:
+    """Return the layers with these texts, parsed as one list; None if one is invalid or nested.
+
+    A separator within a string makes the list shorter. Only one with spaces makes it longer.
+    """
+    raw = b"[{" + _SEPARATOR.join(texts) + b"}]"
+    if max(map(len, texts)) > _MAX_LAYER or _LOOSE_SEPARATOR.search(raw):
+        return None
     try:
-        layer = Descriptor.from_json(read_json(b"{" + text + b"}", "a layer"), "a layer")
+        values = read_json(raw, "the layers")
+        layers = [Descriptor.from_json(value, "a layer") for value in values]
     except FormatError:
         return None
-    is_nested = any(isinstance(item, (dict, list)) for item in layer.extra.values())
-    return None if is_nested else layer
+    extras = [item for layer in layers if layer.extra for item in layer.extra.values()]
+    is_nested = any(isinstance(item, (dict, list)) for item in extras)
+    return None if is_nested or len(layers) != len(texts) else layers
 
 
 def _load(raw: bytes) -> dict[str, Any]:

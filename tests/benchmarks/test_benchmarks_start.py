@@ -125,6 +125,14 @@ def test_each_program_is_started() -> None:
     assert programs == started | {*CHILDREN} and {*CHILDREN.values()} <= started
 
 
+def test_tools_that_are_not_installed_are_named() -> None:
+    words = ["--push", "--shapes", "s", "--peers", "skopeo,bamboo"]
+    done = run([sys.executable, "-m", "benchmarks.transfer", *words], cwd=ROOT, text=True)
+    assert done.returncode == 2
+    assert "not a known tool in PATH:" in done.stderr and "bamboo" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 @pytest.mark.integration
 @pytest.mark.skipif(sys.platform != "linux", reason="some programs read /proc")
 @pytest.mark.parametrize("start", STARTS, ids=lambda start: start.command.partition(" --")[0])

@@ -119,7 +119,7 @@ def test_an_interrupted_question_ends_its_line(
     monkeypatch.setattr(click, "confirm", interrupt)
     monkeypatch.setattr(column, "get_width", lambda: 40)
     done = here("pull", "small", code=130)
-    assert done.err.endswith(" [Y/n]: \naimage: interrupted; complete blobs are kept\n")
+    assert done.err.endswith(" [Y/n]: \naimage: interrupted\n")
     assert hub.fetched() == set() and not here.store.exists()
     # The sentences around the table are divided between words.
     assert "\nmiddle fits in the 2.5 GB of memory that\nare free\n" in done.err

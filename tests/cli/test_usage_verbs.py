@@ -442,18 +442,68 @@ def test_each_document_is_read_once(maker: Store, monkeypatch: pytest.MonkeyPatc
         maker.name(manifest, f"a{number}")
         maker.name(manifest, f"b{number}")
         maker.name(maker.document({"manifests": [manifest]}, mediatype.OCI_INDEX), f"c{number}")
-    names = []
-    real = OpenDirectory.read
+    names = record_reads(monkeypatch)
+    assert len(maker.usage.shares) == 40
+    documents = [name for name in names if name != config["digest"].removeprefix("sha256:")]
+    assert len(documents) == len(set(documents)) == 40
+    assert len(names) == 41
+
+
+def record_reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the names of the blobs that are read from now on."""
+    names, real = list[str](), OpenDirectory.read
 
     def record(self: OpenDirectory, name: str, limit: int) -> bytes:
         names.append(name)
         return real(self, name, limit)
 
     monkeypatch.setattr(OpenDirectory, "read", record)
-    assert len(maker.usage.shares) == 40
-    documents = [name for name in names if name != config["digest"].removeprefix("sha256:")]
-    assert len(documents) == len(set(documents)) == 40
-    assert len(names) == 41
+    return names
+
+
+@pytest.fixture
+def forty(maker: Store) -> Store:
+    """Return a store of forty manifests with one config and a shared layer."""
+    config, shared = maker.blob(b"{}"), maker.blob(b"shared")
+    for number in range(40):
+        maker.name(maker.manifest(config, shared, maker.blob(b"own %d" % number)), f"n{number}")
+    return maker
+
+
+def test_documents_of_many_manifests_are_not_read_again(
+    forty: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, filled = forty.usage, measure_disk_usage(forty.layout)
+    names = record_reads(monkeypatch)
+    assert forty.usage == first
+    assert measure_disk_usage(forty.layout).unneeded_size == filled.unneeded_size == 0
+    assert names == []
+    forty.name(forty.manifest(forty.blob(b"{}"), forty.blob(b"another")), "another")
+    assert forty.share("another").unique > 0
+    assert len(names) == 2
+
+
+def test_what_changes_after_needs_were_kept_counts(forty: Store) -> None:
+    before = {share.names: share for share in forty.usage.shares}
+    own = [f"sha256:{Digest.of(b'own %d' % number).encoded}" for number in range(3)]
+    forty.path(own[0]).unlink()
+    forty.path(own[1]).write_bytes(b"own 1, longer")
+    forty.path(forty.entries[2]["digest"]).unlink()
+    after = {share.names: share for share in forty.usage.shares}
+    assert (after["n0",].missing, after["n0",].missing_size) == (1, 5)
+    assert after["n0",].size == before["n0",].size - 5
+    assert after["n1",].unique == before["n1",].unique + 8
+    assert (after["n2",].size, after["n2",].missing) == (0, 1)
+    assert after["n3",] == before["n3",]
+
+
+def test_a_damaged_manifest_is_scanned_again_once_it_is_repaired(forty: Store) -> None:
+    path = forty.path(forty.entries[0]["digest"])
+    raw = path.read_bytes()
+    path.write_bytes(raw[:100])
+    assert forty.share("n0").size == 100
+    path.write_bytes(raw)
+    assert forty.share("n0").size == len(raw) + 2 + 6 + 5
 
 
 @pytest.mark.slow

@@ -53,6 +53,7 @@ from clowder_aimage.importer import hub_files
 from clowder_aimage.layout.digest_scan import DigestScanner
 from clowder_aimage.layout.index import read_index
 from clowder_aimage.layout.index_text import encode_index, find_changes
+from clowder_aimage.layout.need_table import NeedTable
 from clowder_aimage.model.text import tool_call_format
 from clowder_aimage.oci import Descriptor, Digest, Manifest, mediatype, parse_document, read_json
 from clowder_aimage.tensor import encode_header, read_header
@@ -236,6 +237,18 @@ def find_changed_entries(n: int, _: Path) -> Action:
     value = json.loads(index(n))
     empty, filled = encode_index(value | {"manifests": []}), encode_index(value)
     return lambda: find_changes(empty, filled)
+
+
+def read_needs(n: int, path: Path) -> Action:
+    root = path / f"needs{n}"
+    root.mkdir()
+    table = NeedTable(root)
+    # Below the least number of manifests nothing is written
+    for number in range(4 * n):
+        digest = str(Digest.of(b"%d" % number))
+        table.add(digest, table.number([digest, "sha256:" + "0" * 64]))
+    table.close()
+    return lambda: NeedTable(root)
 
 
 def read_gguf(n: int, _: Path) -> Action:
@@ -520,6 +533,7 @@ CASES: dict[str, Case] = {
     "layout/digest_scan.py": lambda n, _: lambda: DigestScanner().scan("x", lambda _: index(n)),
     "layout/index.py": read_stored_index,
     "layout/index_text.py": find_changed_entries,
+    "layout/need_table.py": read_needs,
     "load.py": read_archive_index,
     "model/picture_metadata.py": read_facts,
     "model/picture_metadata.py Exif": read_exif,

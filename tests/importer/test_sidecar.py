@@ -11,7 +11,7 @@ import pytest
 from clowder_aimage.create import create
 from clowder_aimage.document.schema import validate
 from clowder_aimage.errors import FormatError
-from clowder_aimage.formats import left_out, lora
+from clowder_aimage.formats import left_out, lora, sidecar
 from clowder_aimage.formats.left_out import LeftOut
 from clowder_aimage.formats.sidecar import parse_sidecar
 from clowder_aimage.importer import PackedModel
@@ -232,13 +232,18 @@ def test_what_cannot_be_read_is_left_out_by_name(
     path.with_name("ink.civitai.info").symlink_to(outside)
     packed = pack(path)
     assert [layer.name for layer in packed.aimage.layers] == ["ink.safetensors"]
-    reason = "not a sidecar that can be read"
     assert packed.left_out == (
-        LeftOut("ink.civitai.info", reason),
-        LeftOut("ink.json", reason),
+        LeftOut("ink.civitai.info", left_out.LINK_OUT),
+        LeftOut("ink.json", "named as a sidecar, but not valid JSON"),
         LeftOut("ink.png", left_out.LARGE_PICTURE),
-        LeftOut("ink.preview.png", reason),
+        LeftOut("ink.preview.png", left_out.NO_PICTURE),
     )
+
+
+def test_a_long_sidecar_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sidecar, "_MAX_JSON", 3)
+    packed = pack(write(tmp_path / "ink", json=b'{"a":1}'))
+    assert packed.left_out == (LeftOut("ink.json", "a sidecar of more than 1 MiB"),)
 
 
 def test_a_document_of_another_kind_is_not_a_sidecar(tmp_path: Path) -> None:

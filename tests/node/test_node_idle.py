@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import pytest
 
 from clowder_aimage.errors import StoreError
-from clowder_aimage.layout import ImageLayout, index
+from clowder_aimage.layout import index
 from clowder_aimage.layout.completeness import MAX_AGE, Completeness
-from clowder_aimage.node import pinner, reconciler
+from clowder_aimage.layout.snapshot import StoreSnapshot
+from clowder_aimage.node import eviction, pinner, reconciler
 from clowder_aimage.oci import Reference
 from tests.node.publisher import Publisher
 from tests.node.test_node_clock import Bench, want
@@ -26,7 +27,7 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return a list of the names of checked models."""
     seen, check_model = [], pinner.check_model
 
-    def counted(store: ImageLayout, wanted: ModelSpec, reference: Reference) -> Completeness:
+    def counted(store: StoreSnapshot, wanted: ModelSpec, reference: Reference) -> Completeness:
         seen.append(wanted.name)
         return check_model(store, wanted, reference)
 
@@ -73,6 +74,36 @@ def test_models_of_an_unchanged_store_are_not_checked_again(
 
     assert asyncio.run(play()) == []
     assert looks == []
+
+
+def test_blobs_of_an_unchanged_store_are_not_measured_again(
+    tmp_path: Path, publisher: Publisher, monkeypatch: pytest.MonkeyPatch, settled: None
+) -> None:
+    measured, measure_blobs = list[int](), eviction.measure_blobs
+
+    def record(root: Path) -> int:
+        measured.append(measure_blobs(root))
+        return measured[-1]
+
+    monkeypatch.setattr(eviction, "measure_blobs", record)
+
+    async def play() -> None:
+        bench, _ = await idle(tmp_path, publisher)
+
+        def measure() -> None:
+            bench.node.evictor._measured_at = -1e9
+            bench.node.evictor.check_disk(lambda: ())
+
+        measure()
+        measured.clear()
+        measure()
+        assert measured == []
+        pass_tick(tmp_path)
+        largest(bench).unlink()
+        measure()
+        assert len(measured) == 1
+
+    asyncio.run(play())
 
 
 def test_a_deleted_blob_is_noticed_at_the_next_turn(

@@ -5,19 +5,25 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import os
 import shutil
 import threading
 from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from clowder_aimage.api.service import BY_NODE
 from clowder_aimage.engine.admission import FOR_EVER
 from clowder_aimage.engine.backoff import DAY, HOUR, compute_full_backoff
 from clowder_aimage.errors import NotFoundError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.layout import index_name
+from clowder_aimage.layout.metadata import MetadataFiles
+from clowder_aimage.layout.snapshot import StoreSnapshot
+from clowder_aimage.node import pinner as pinner_module
 from clowder_aimage.node.model_state import ModelStatus
 from clowder_aimage.node.model_transition import apply_spec, apply_store_read
 from clowder_aimage.node.pinner import Pinner, SpecStore, check_model
@@ -30,6 +36,7 @@ from tests.node.publisher import Publisher
 from tests.node.test_node_clock import Bench, want
 from tests.node.test_node_disk import FULL, disk, names, old_blobs, put
 from tests.scripted import Answer, ScriptedRegistry, Seen
+from tests.store import pass_tick
 
 if TYPE_CHECKING:
     from tests.node.small_disk import Disk
@@ -187,7 +194,7 @@ def test_two_nodes_keep_each_others_pins(tmp_path: Path) -> None:
 
     def keep() -> Any:
         for pinner, model in nodes:
-            found = check_model(store, model.spec, model.state.name)
+            found = check_model(StoreSnapshot(store), model.spec, model.state.name)
             model.apply(
                 functools.partial(apply_store_read, name=model.state.name, completeness=found), 0.0
             )
@@ -204,6 +211,56 @@ def test_two_nodes_keep_each_others_pins(tmp_path: Path) -> None:
     assert keep()["by"] == "hand"
     for _, model in nodes:
         model.close()
+
+
+def test_a_kept_model_is_kept_again_only_after_a_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, reads, read = [0.0], list[str](), MetadataFiles.read
+    monkeypatch.setattr(
+        pinner_module, "time", SimpleNamespace(monotonic=lambda: now[0], time_ns=lambda: 2**70)
+    )
+
+    def record(self: MetadataFiles, name: str) -> Any:
+        reads.append(name)
+        return read(self, name)
+
+    monkeypatch.setattr(MetadataFiles, "read", record)
+    store = ImageLayout(tmp_path / "store")
+    name = index_name(put(store, "model", 1000, 1))
+    pinner, model = Pinner(store, SpecStore(store.root, tmp_path)), ModelStatus(want(name))
+    found = check_model(StoreSnapshot(store), model.spec, model.state.name)
+    event = functools.partial(apply_store_read, name=model.state.name, completeness=found)
+    model.apply(event, 0.0)
+
+    def keep() -> bool:
+        """Return whether the records were read."""
+        now[0] += 1
+        reads.clear()
+        pinner.read_stamp()
+        if not pinner.is_kept(model):
+            pinner.keep(model)
+        return bool(reads)
+
+    # The first writes a record
+    assert [keep() for _ in range(4)] == [True, True, False, False]
+    pass_tick(tmp_path)
+    store.pins.put("another", {}, durable=True)
+    assert [keep() for _ in range(2)] == [True, False]
+    store.pins.put(
+        name, {"by": BY_NODE, "owner": SpecStore(store.root, tmp_path).owner}, durable=True
+    )
+    assert [keep() for _ in range(3)] == [True, True, False]
+    assert store.pins.get(name) is None
+    model.apply(functools.partial(apply_spec, spec=want(name, pin=True)), 0.0)
+    assert keep() and store.pins.get(name) is not None
+    used = store.root / ".aimage" / "used" / found.root.digest.encoded if found.root else store.root
+    before = used.stat().st_mtime - 100
+    os.utime(used, (before, before))
+    now[0] += 40
+    keep()
+    assert used.stat().st_mtime > before
+    model.close()
 
 
 def test_close_leaves_no_lease_while_other_threads_hold(tmp_path: Path) -> None:

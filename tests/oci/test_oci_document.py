@@ -260,12 +260,14 @@ _CHANGED = _LAYER.replace('"size":0', '"size":1')
         f"{_LAYER},{_CHANGED},{_LAYER}",
         f"{_LAYER} , {_CHANGED}",
         _LAYER.replace("}", ',"annotations":{"a":"},{","b":"}]"}}'),
+        # As many separators as layers: one within a string, one with spaces
+        _LAYER.replace("}", ',"annotations":{"a":"},{","b":""}}') + f" , {_CHANGED}",
         _LAYER.replace("}", ',"platform":{"os":"linux"}}'),
         _LAYER.replace("}", ',"list":[{"a":1},{"b":2}]}'),
         _LAYER.replace("}", f',"annotations":{{"a":"{"long" * 300}"}}}}'),
         ",".join([_LAYER] * 3000),
     ],
-    ids="none one three spaced quoted nested list long many".split(),
+    ids="none one three spaced quoted both nested list long many".split(),
 )
 @pytest.mark.parametrize("tail", ["", ',"annotations":{"a":"}]"}', ',"x":[{"y":1},{"layers":[]}]'])
 def test_layers_of_a_compact_manifest_are_those_of_its_json(layers: str, tail: str) -> None:

@@ -35,6 +35,7 @@ from clowder_aimage.http.api_error import ApiError, convert_registry_error
 from clowder_aimage.http.local_request import Request
 from clowder_aimage.http.route import Route, serve, share
 from clowder_aimage.layout import ImageLayout
+from clowder_aimage.layout.snapshot import find_descriptor
 from clowder_aimage.model.text.text_facts import read_text_facts
 from clowder_aimage.oci import Descriptor, Reference, mediatype
 
@@ -197,7 +198,7 @@ def copy_name(store: ImageLayout, source: Reference, target: Reference) -> bool:
 
 def _find_source(store: ImageLayout, source: Reference) -> Descriptor | None:
     """Return the descriptor to copy: by its name, or by a digest alone."""
-    descriptor = model_list.find_descriptor(store, source)
+    descriptor = find_descriptor(store, source)
     if descriptor is None and source.digest is not None:
         with contextlib.suppress(NotFoundError):
             return store.resolve(source)
@@ -217,7 +218,7 @@ async def _push(service: Service, request: Request) -> web.StreamResponse:
     body = await read_body(request, TransferBody)
     reference = Reference.parse(body.reference)
     _check_insecure(service, body, reference)
-    if await run_io(model_list.find_descriptor, service.store, reference) is None:
+    if await run_io(find_descriptor, service.store, reference) is None:
         raise model_list.build_missing_error(reference)
     with service.transfers.push(reference) as transfer:
         lines = _iter_progress(transfer, "pushing", "pushing manifest")

@@ -8,7 +8,6 @@ from typing import Any
 
 from aiohttp import web
 
-from clowder_aimage.api import model_list
 from clowder_aimage.api.picture.lora_field import PromptedLoras
 from clowder_aimage.api.request_body import build_field_error, read_body
 from clowder_aimage.api.service import Service
@@ -21,6 +20,7 @@ from clowder_aimage.http.api_error import ApiError, convert_error
 from clowder_aimage.http.route import Route, serve
 from clowder_aimage.importer import Recipe
 from clowder_aimage.importer.recipe import AUTO
+from clowder_aimage.layout.snapshot import find_descriptor
 from clowder_aimage.oci import Reference
 
 
@@ -50,10 +50,10 @@ class JobRoutes:
         service, body = self._service, await read_body(request, JobRequest)
         model, target = service.resolve_reference(body.model), Reference.parse(body.target)
         options = _parse_recipe(body) if body.kind == CONVERT else await self._resolve_loras(body)
-        descriptor = await run_io(model_list.find_descriptor, service.store, model)
+        descriptor = await run_io(find_descriptor, service.store, model)
         if descriptor is None:
             raise ApiError(404, f"model {model} not found", code="model_not_found", param="model")
-        is_taken = await run_io(model_list.find_descriptor, service.store, target) is not None
+        is_taken = await run_io(find_descriptor, service.store, target) is not None
         if is_taken or service.jobs.is_target(target):
             message = f"{target} exists already, or a job makes it; use another name, or delete it"
             raise ApiError(409, message, code="name_taken", param="target")

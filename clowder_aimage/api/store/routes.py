@@ -10,7 +10,6 @@ from typing import Any
 
 from aiohttp import web
 
-from clowder_aimage.api import model_list
 from clowder_aimage.api.model_catalog import build_unknown_error
 from clowder_aimage.api.model_description import ModelDescription
 from clowder_aimage.api.model_kind import classify_model
@@ -26,6 +25,7 @@ from clowder_aimage.http.api_error import ApiError, convert_registry_error
 from clowder_aimage.http.local_request import Request
 from clowder_aimage.http.route import ADMIN, Route, share
 from clowder_aimage.layout import ImageLayout
+from clowder_aimage.layout.snapshot import find_descriptor
 from clowder_aimage.layout.stored_aimage import interpret, read_manifest
 from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference, mediatype
 from clowder_aimage.registry import Repository
@@ -137,7 +137,7 @@ async def _list_referrers(service: Service, request: Request) -> web.StreamRespo
         reference = Reference.parse(service.resolve_alias(query.model) or query.model)
     except UsageError:
         raise build_unknown_error(query.model) from None
-    descriptor = await run_io(model_list.find_descriptor, service.store, reference)
+    descriptor = await run_io(find_descriptor, service.store, reference)
     if descriptor is None:
         raise build_unknown_error(query.model)
     data = await run_io(lambda: list(_list_in_store(service.store, descriptor.digest)))

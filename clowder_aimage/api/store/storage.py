@@ -30,6 +30,7 @@ from clowder_aimage.http.local_request import Request
 from clowder_aimage.http.route import Route, share
 from clowder_aimage.importer.ollama_store import HOST as OLLAMA
 from clowder_aimage.importer.ollama_store import NAMESPACE
+from clowder_aimage.layout.snapshot import find_descriptor
 from clowder_aimage.oci import Digest, Reference
 from clowder_aimage.pull import resolve_stored_name
 from clowder_aimage.registry.docker_config import Credential
@@ -193,7 +194,7 @@ async def _post(service: Service, request: Request) -> web.StreamResponse:
 async def _delete(service: Service, request: Request) -> web.StreamResponse:
     reference = _of_path(request)
     was_pulled = await _stop_pulls(service, reference)
-    descriptor = await run_io(model_list.find_descriptor, service.store, reference)
+    descriptor = await run_io(find_descriptor, service.store, reference)
     if descriptor is not None or not was_pulled:
         await model_list.delete(service, reference)
     return web.Response(status=204)

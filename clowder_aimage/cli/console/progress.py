@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from clowder_aimage.cli.console import output
+from clowder_aimage.cli.console.interruption import interruption
 from clowder_aimage.cli.console.meter import BlobProgress, Meter, name_of
 from clowder_aimage.cli.console.output import (
     clean_line,
@@ -204,7 +205,9 @@ class Progress:
         unit: str = "bytes",
         view: LineView | None = None,
         clock: Callable[[], float] = time.monotonic,
+        keeps_blobs: bool = True,
     ) -> None:
+        """``keeps_blobs``: an interrupted copy keeps its complete blobs for the next one."""
         self._reference = None if reference is None else str(reference)
         self._meter = Meter(task, self._reference or "", stepwise=unit != "bytes")
         self._view = view or create_view(sys.stderr)
@@ -212,11 +215,14 @@ class Progress:
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
+        self._keeps_blobs = keeps_blobs
 
     def __enter__(self) -> Progress:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._is_copying in interruption.copies:
+            interruption.copies.remove(self._is_copying)
         with self._lock:
             self._meter.sample(self._clock())
             self._ended.set()
@@ -257,8 +263,13 @@ class Progress:
             self.begin(total)
         self.advance(done - self._meter.done)
 
+    def _is_copying(self) -> bool:
+        return self._meter.finished < self._meter.blobs
+
     def on_event(self, event: CopyEvent) -> None:
         """Count and show an event of a copy."""
+        if event.kind == "plan" and self._keeps_blobs:
+            interruption.copies.append(self._is_copying)
         with self._lock:
             is_event = self._meter.watch(event, self._clock())
         content = event.content

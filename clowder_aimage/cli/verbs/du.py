@@ -6,7 +6,13 @@ from typing import Any
 
 from clowder_aimage.cli.console.example import examples
 from clowder_aimage.cli.console.option import get_settings, verb
-from clowder_aimage.cli.console.output import format_count, format_size, format_table, print_result
+from clowder_aimage.cli.console.output import (
+    format_count,
+    format_size,
+    format_table,
+    print_result,
+    wants_value,
+)
 from clowder_aimage.cli.console.stored_name import stored_arguments
 from clowder_aimage.oci import Reference
 from clowder_aimage.usage import NameUsage, UsageReport, measure_usage
@@ -29,7 +35,8 @@ def du(references: tuple[Reference, ...]) -> None:
     lines = _format_table(report)
     if references:
         lines.append(f"freed if all of these were removed: {format_size(report.freed)}")
-    shares = [_encode_share(share) for share in report.shares]
+    # Thousands of rows take time that a table does not need
+    shares = [_encode_share(share) for share in report.shares] if wants_value() else []
     total = {
         "blobs": report.blobs,
         "size": report.size,

@@ -41,7 +41,7 @@ def save(references: tuple[Reference, ...], file: str) -> None:
     task, hint = "write an archive to", "give a file with -o, or pipe the output"
     target = open_standard_stream(sys.stdout, task, hint) if file == "-" else Path(file)
     subject = references[0] if len(references) == 1 else None
-    with Progress("saving", subject) as progress:
+    with Progress("saving", subject, keeps_blobs=False) as progress:
         saved = save_archive(
             chosen.layout, references, target, is_hashed=wants_value(), on_event=progress.on_event
         )

@@ -1,0 +1,80 @@
+"""The directories of blobs, opened once to read many small ones.
+
+A file is opened, and its status is read, in half of the time that its path takes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+
+from clowder_aimage.content.open_directory import OpenDirectory
+from clowder_aimage.layout.digest_scan import ALGORITHMS
+
+
+class BlobDirectories:
+    """The blobs of the stores at ``roots``, until they are closed. Methods raise OSError.
+
+    Digests are texts. Blobs are not verified.
+    """
+
+    def __init__(self, roots: Iterable[Path]) -> None:
+        self._stack = contextlib.ExitStack()
+        self._directories: dict[str, list[OpenDirectory]] = {name: [] for name in ALGORITHMS}
+        for root in roots:
+            for algorithm, directories in self._directories.items():
+                # It may be missing, or not a directory
+                with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                    directory = OpenDirectory(root / "blobs" / algorithm)
+                    directories.append(self._stack.enter_context(directory))
+
+    def __enter__(self) -> BlobDirectories:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: object, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def measure(self, digest: str) -> int:
+        """Return the size of a blob in bytes, -1 for a missing one."""
+        return self.measure_all((digest,))[0]
+
+    def measure_all(self, digests: Iterable[str]) -> list[int]:
+        """Return the sizes of blobs in bytes, -1 for missing ones."""
+        # One loop: a call for each of hundreds of thousands would take a fifth of the time
+        descriptors = {
+            name: [directory.fd for directory in directories]
+            for name, directories in self._directories.items()
+        }
+        find, sizes = os.stat, list[int]()
+        for digest in digests:
+            algorithm, _, encoded = digest.partition(":")
+            size = -1
+            for fd in descriptors.get(algorithm, ()):
+                try:
+                    status = find(encoded, dir_fd=fd, follow_symlinks=False)
+                except FileNotFoundError:
+                    continue
+                if stat.S_ISREG(status.st_mode):
+                    size = status.st_size
+                    break
+            sizes.append(size)
+        return sizes
+
+    def read(self, digest: str, limit: int) -> bytes | None:
+        """Return up to ``limit`` bytes of a blob, None without it; memory is allocated for all."""
+        algorithm, _, encoded = digest.partition(":")
+        for directory in self._directories.get(algorithm, ()):
+            try:
+                return directory.read(encoded, limit)
+            except OSError as error:
+                # It may be a link
+                if error.errno not in (errno.ENOENT, errno.ELOOP):
+                    raise
+        return None
