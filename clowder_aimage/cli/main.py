@@ -66,6 +66,7 @@ GROUPS = {
         "du": ("du", "Show the disk usage of each name."),
         "df": ("df", "Show the disk space of the store."),
         "gc": ("gc", "Remove content that no name needs."),
+        "index": ("index", "Write the newest names for other tools."),
         "verify": ("verify", "Verify every byte of the store."),
         "save": ("save", "Write AImages to a tar file."),
         "load": ("load", "Read AImages from a tar file."),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Collection, Iterator
+import weakref
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -37,7 +39,7 @@ def _encode_field(key: str, item: Any) -> str:
     return "[\n" + ",\n".join(map(json.dumps, item)) + "\n]"
 
 
-def find_lines(raw: bytes, texts: Collection[str]) -> list[EntryLine]:
+def find_lines(raw: Text, texts: Collection[str]) -> list[EntryLine]:
     """Return the entries that have one of these texts as a string, in the order of the index.
 
     ``raw`` is the result of ``encode_index`` or ``replace_lines``.
@@ -47,12 +49,10 @@ def find_lines(raw: bytes, texts: Collection[str]) -> list[EntryLine]:
     for text in texts:
         encoded, position = json.dumps(text).encode(), body_start
         while (position := raw.find(encoded, position, body_end)) >= 0:
-            start = raw.rindex(b"\n", 0, position) + 1
-            end = raw.index(b"\n", position)
-            position = end
-            if raw[end - 1 : end] == b",":
-                end -= 1
-            lines[start] = EntryLine(start, end, read_json(raw[start:end], "index.json"))
+            start = raw.rfind(b"\n", 0, position) + 1
+            position = raw.find(b"\n", position)
+            line = raw[start:position].removesuffix(b",")
+            lines[start] = EntryLine(start, start + len(line), read_json(line, "index.json"))
     return [lines[start] for start in sorted(lines)]
 
 
@@ -79,9 +79,16 @@ def replace_lines(
         parts += [_cut(raw, position, line.start), text]
         position = line.end
     parts += [_cut(raw, position, body_end), *map(_encode, added)]
-    view, body = memoryview(raw), [part for part in parts if len(part)]
+    view = memoryview(raw)
+    return _join(view[:body_start], parts, view[body_end:])
+
+
+def _join(
+    head: memoryview, parts: list[bytes | memoryview], tail: memoryview
+) -> list[bytes | memoryview]:
+    body = [part for part in parts if len(part)]
     separated = [piece for part in body for piece in (_SEPARATOR, part)][1:]
-    return [view[:body_start], *separated, view[body_end:]]
+    return [head, *separated, tail]
 
 
 def _cut(raw: bytes, start: int, end: int) -> memoryview:
@@ -94,12 +101,37 @@ def _cut(raw: bytes, start: int, end: int) -> memoryview:
 
 
 def iter_entries(raw: bytes) -> Iterator[Any]:
-    """Yield the entries of a text, one after the other."""
+    """Yield the entries of a text, a few of which are parsed together."""
     position, end = _find_body(raw)
     while position < end:
-        line_end = raw.index(b"\n", position)
-        yield from _parse_lines(raw[position:line_end])
+        part_end = raw.find(b"\n", min(position + _CHUNK, end))
+        part = raw[position : min(part_end, end)].rstrip(b",")
+        yield from read_json(b"[" + part + b"]", "index.json")
+        position = part_end + 1
+
+
+def exchange_lines(
+    raw: bytes, removed: Mapping[bytes, int], added: Collection[bytes]
+) -> list[bytes | memoryview]:
+    """Return the text without some entries, each as often as stated, and with others at the end.
+
+    The entries are texts. The result is in parts, as that of ``replace_lines``.
+    """
+    view = memoryview(raw)
+    body_start, body_end = start, _ = _find_body(raw)
+    counts, parts = Counter(removed), list[bytes | memoryview]()
+    position, left = body_start, counts.total()
+    while left and position < body_end:
+        line_end = raw.find(b"\n", position)
+        line = raw[position:line_end].removesuffix(b",")
+        if counts[line] > 0:
+            counts[line] -= 1
+            left -= 1
+            parts.append(_cut(raw, start, position))
+            start = line_end + 1
         position = line_end + 1
+    parts += [_cut(raw, min(start, body_end), body_end), *added]
+    return _join(view[:body_start], parts, view[body_end:])
 
 
 class Text(Protocol):
@@ -115,10 +147,14 @@ class Text(Protocol):
 
 
 class FileText:
-    """The text of an open file, whose parts are read when they are needed. Raises OSError."""
+    """The text of an open file, whose parts are read when they are needed. Raises OSError.
+
+    The file is closed with it, or when it is no longer used.
+    """
 
     def __init__(self, fd: int) -> None:
         self.fd, self._size = fd, os.fstat(fd).st_size
+        self.close = weakref.finalize(self, os.close, fd)
 
     def __len__(self) -> int:
         return self._size

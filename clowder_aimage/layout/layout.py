@@ -43,8 +43,11 @@ from clowder_aimage.layout.index import (
     get_name,
     is_named,
     is_same_name,
+    iter_index,
     list_spellings,
     read_index,
+    write_index,
+    write_pending,
 )
 from clowder_aimage.layout.ingest import (
     FileIngest,
@@ -95,6 +98,8 @@ class ImageLayout(ContentStore):
         self._existed = False
         self._batch: GroupCommit | None = None
         self._joining = threading.Lock()
+        # A process that runs long writes a large index by ``write_pending``, not with its changes
+        self.defers_index = False
 
     @property
     def roots(self) -> tuple[Path, ...]:
@@ -203,7 +208,7 @@ class ImageLayout(ContentStore):
     def iter_entries(self) -> Iterator[tuple[str, Descriptor]]:
         """Yield all entries of index.json; the name is empty for an entry without one."""
         self._check_exists()
-        yield from _iter_parsed(read_index(self.root)["manifests"])
+        yield from _iter_parsed(iter_index(self.root))
 
     def iter_candidates(self, reference: Reference) -> Iterator[tuple[str, Descriptor]]:
         """Yield the entries that ``reference`` may mean, and perhaps others, in order."""
@@ -437,8 +442,8 @@ class ImageLayout(ContentStore):
         The blobs' directories are synchronised first, so that the index never names content that a
         power failure could undo.
         """
-        # The order survives a crash at any point: blobs, record of the name, index. A name whose
-        # record exists is restored.
+        # The order survives a crash at any point: blobs, record of the name, index or its list of
+        # changes. A name whose record exists is restored.
         document = parse_document(self.read(content), content.media_type)
         self._sync_blobs()
         entry = document.descriptor.to_json() | {"digest": str(content.digest)}
@@ -450,7 +455,7 @@ class ImageLayout(ContentStore):
             entry["annotations"][mediatype.PARTIAL] = "true"
         before, moved = self._names.get(name), list[Any]()
         try:
-            with edit_index(self.root, [name]) as index:
+            with edit_index(self.root, [name], is_deferred=self.defers_index) as index:
                 moved = [old for old in index["manifests"] if is_named(old, name)]
                 entry = _replace(index["manifests"], entry, name)
                 is_elsewhere = self.locate(content) != build_blob_path(self.root, content)
@@ -504,6 +509,20 @@ class ImageLayout(ContentStore):
             if digest in (None, descriptor.digest)
         }
 
+    def write_index(self) -> int:
+        """Write the names that index.json lacks, and return their number, also of removed ones.
+
+        Raises StoreError, NoSpaceError.
+        """
+        return write_index(self.root)
+
+    def write_pending(self, *, is_due: bool = False) -> None:
+        """Write a large index whose changes are in a list; with ``is_due`` not too often.
+
+        Raises StoreError, NoSpaceError.
+        """
+        write_pending(self.root, is_due=is_due)
+
     def remove_names(self, names: Mapping[str, Digest]) -> set[str]:
         """Remove names, as in index.json, that still refer to these manifests, and return them.
 
@@ -513,7 +532,7 @@ class ImageLayout(ContentStore):
             return set()
         removed: dict[str, dict[str, Any]] = {}
         try:
-            with edit_index(self.root, names) as index:
+            with edit_index(self.root, names, is_deferred=self.defers_index) as index:
                 removed_entries = [
                     entry for entry in index["manifests"] if _is_entry_of(entry, names)
                 ]

@@ -283,10 +283,10 @@ def test_a_name_is_kept_where_locks_have_no_effect(
     monkeypatch.setattr(fcntl, "flock", lambda *_: None)
     replace = index_module._replace
 
-    def replace_late(*arguments: Any) -> Any:
+    def replace_late(*arguments: Any, **options: Any) -> Any:
         monkeypatch.setattr(index_module, "_replace", replace)
         store.tag(model.descriptor, parse("theirs:v1"))
-        return replace(*arguments)
+        return replace(*arguments, **options)
 
     monkeypatch.setattr(index_module, "_replace", replace_late)
     store.tag(model.descriptor, parse("ours:v1"))
