@@ -6,6 +6,7 @@ import json
 import os
 import random
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -33,7 +34,7 @@ COUNT = 8
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An index of more than four names is large, and its time is not over."""
+    """Take an index of more than four names for a large one, which is not due for an hour."""
     monkeypatch.setattr(index_module, "SMALL", 4)
     monkeypatch.setattr(index_module, "_MIN_INTERVAL", 3600.0)
 
@@ -94,7 +95,7 @@ def list_files(store: ImageLayout) -> list[Path]:
 def test_a_change_of_a_large_index_is_in_the_list_alone(
     store: ImageLayout, models: tuple[Manifest, Manifest]
 ) -> None:
-    one, two = models
+    _, two = models
     raw = (store.root / "index.json").read_bytes()
     store.tag(two.descriptor, parse("new:v1"))
     store.tag(two.descriptor, parse("m1:v1"))
@@ -260,7 +261,7 @@ def test_lines_of_other_forms_are_ignored(
     with path.open("ab") as file:
         for value in values:
             text = json.dumps(value).encode()
-            file.write(b"%08x %s\n" % (module.zlib.crc32(text), text))
+            file.write(b"%08x %s\n" % (zlib.crc32(text), text))
     assert len(read_names(store)) == COUNT
     store.tag(models[1].descriptor, parse("new:v1"))
     assert len(read_names(store)) == COUNT + 1
@@ -293,7 +294,7 @@ def test_another_tool_takes_nothing_from_the_list(
 def test_an_entry_that_another_tool_changed_counts(
     store: ImageLayout, models: tuple[Manifest, Manifest]
 ) -> None:
-    one, two = models
+    _, two = models
     third = put_artifact(store, "c:v1", b"three")
     store.write_index()
     store.tag(two.descriptor, parse("m1:v1"))
@@ -339,7 +340,6 @@ def test_a_write_of_another_tool_while_the_index_is_written_is_merged(
     store.tag(two.descriptor, parse("new:v1"))
     store.untag(parse("m2:v1"))
     expected = read_names(store)
-    exchange = index_module.exchange_lines
 
     def exchange_late(*arguments: Any) -> Any:
         def add(entries: dict[str, Any]) -> None:
@@ -349,7 +349,7 @@ def test_a_write_of_another_tool_while_the_index_is_written_is_merged(
 
         if "theirs:v1" not in read_written(store):
             rewrite(store, add)
-        return exchange(*arguments)
+        return exchange_lines(*arguments)
 
     monkeypatch.setattr(index_module, "exchange_lines", exchange_late)
     store.write_index()
