@@ -82,6 +82,8 @@ def make_store(root: Path, count: int, layers: int, *, ours: bool) -> None:
     (root / "oci-layout").write_text('{"imageLayoutVersion":"1.0.0"}')
     index = {"schemaVersion": 2, "mediaType": mediatype.OCI_INDEX, "manifests": entries}
     (root / "index.json").write_text(json.dumps(index, indent=1))
+    if ours:
+        ImageLayout(root).write_index()
 
 
 def name_of(which: int) -> str:

@@ -22,8 +22,8 @@ from clowder_aimage.generation.request import LoraUse
 from clowder_aimage.http.api_error import ApiError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.completeness import check_completeness
+from clowder_aimage.layout.entry_name import is_same_name
 from clowder_aimage.layout.gc import Collector
-from clowder_aimage.layout.index import is_same_name
 from clowder_aimage.layout.layout import index_name
 from clowder_aimage.model.runnable import read_model
 from clowder_aimage.oci import Descriptor, Reference

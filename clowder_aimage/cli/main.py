@@ -417,7 +417,7 @@ def _suggest_name(error: AImageError) -> None:
     from pathlib import Path
 
     from clowder_aimage.layout import ImageLayout
-    from clowder_aimage.layout.index import find_similar_name
+    from clowder_aimage.layout.entry_name import find_similar_name
 
     with contextlib.suppress(AImageError):
         names = (name for name, _ in ImageLayout(Path(error.facts["root"])).list_tags())

@@ -15,7 +15,7 @@ from clowder_aimage.layout.index import (
     read_index_file,
     read_index_stamp,
 )
-from clowder_aimage.layout.index_stamp import IndexStamp, is_current
+from clowder_aimage.layout.index_stamp import IndexStamp, IndexState, read_state
 from clowder_aimage.layout.index_text import find_changes, iter_entries
 from clowder_aimage.layout.lock import translate_store_errors
 from clowder_aimage.layout.pending_names import (
@@ -114,7 +114,7 @@ class EntryReader:
 
     def _read_current(self) -> IndexFile | None:
         stamp = read_index_stamp(self._root)
-        if stamp is None or not is_current(self._root, stamp):
+        if stamp is None or read_state(self._root, stamp) is IndexState.UNKNOWN:
             return None
         file = read_index_file(self._root)
         return file if file.value is None else None
@@ -127,7 +127,7 @@ class EntryReader:
                 with translate_store_errors(self._root):
                     if file.value is None:
                         # One by one: parsed together, they take several times the memory
-                        entries = iter_entries(b"".join(file.read_parts()))
+                        entries = iter_entries(file.read_view())
                     else:
                         entries = iter(parse_index(self._root, file)["manifests"])
                 break

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import os
 import stat
 import time
@@ -30,12 +29,14 @@ from clowder_aimage.content.file_system import is_file_locked
 from clowder_aimage.content.mount import find_mount
 from clowder_aimage.content.open_directory import READ
 from clowder_aimage.content.store import LAYOUT_FILE
-from clowder_aimage.document.similarity import find_nearest
 from clowder_aimage.errors import AImageError, FormatError, StoreError, UsageError
+from clowder_aimage.layout.entry_name import build_key, get_name, is_named, list_spellings
+from clowder_aimage.layout.index_merge import find_lacking, merge_left, merge_theirs
 from clowder_aimage.layout.index_stamp import (
     IndexStamp,
+    IndexState,
     build_stamp,
-    is_current,
+    read_state,
     remove_stamp,
     write_stamp,
 )
@@ -68,17 +69,10 @@ from clowder_aimage.layout.pending_names import (
     read_pending,
     remove_superseded,
 )
-from clowder_aimage.oci import Digest, Reference, mediatype, read_json
-from clowder_aimage.oci.reference import DEFAULT_TAG
+from clowder_aimage.oci import Digest, mediatype, read_json
 
 _LOCK = "lock"
 MAX_INDEX_SIZE = 64 * 1024 * 1024
-# In order of preference: containerd's exports have only the tag as ref.name.
-_NAMES = (
-    mediatype.CONTAINERD_NAME,
-    mediatype.CONTAINERD_NAME_MISSPELT,
-    mediatype.REF_NAME,
-)
 _HINT = "another program wrote it; move it away to start with an empty index"
 # A file that changed within this time may change again with the same stamp: file systems have a
 # time resolution of up to two seconds, and a server's clock may differ.
@@ -101,36 +95,50 @@ class IndexFile:
     """An index as it was read.
 
     A missing one has no stamp. ``value`` is that of the file alone. One that aimage wrote last has
-    none, since it is not parsed. ``pending`` has the changes since it was written, ``left`` those
-    that it may lack, and ``last`` the file of these, if another program wrote it.
+    none, since it is not parsed; with ``is_recorded`` each of its names has a record. ``pending``
+    has the changes since it was written, ``left`` those that it lacks, and ``last`` the file of
+    these, if another program wrote it. Methods raise OSError, and FormatError if another program
+    has written the file in place.
     """
 
+    root: Path
     text: Text
     stamp: IndexStamp | None
     value: dict[str, Any] | None
     pending: PendingNames | None = None
     last: PendingNames | None = None
     left: Sequence[NameChange] = ()
+    is_recorded: bool = False
 
     def read_text(self) -> bytes:
-        """Return the text of the file. Raises OSError; FormatError: it was written in place."""
+        """Return the text of the file."""
         raw = self.text[:]
-        if not self.is_unchanged():
-            raise FormatError("another program is writing index.json", hint="try again")
+        self.check_unchanged()
         return raw
 
-    def read_parts(self) -> list[bytes | memoryview]:
-        """Return the text with the pending changes, in parts. Raises as ``read_text``."""
-        raw = self.read_text()
-        if self.pending is None or not (changes := EntryDifference(self.pending.iter_changes())):
-            return [raw]
-        return exchange_lines(raw, changes.removed, changes.list_added_texts())
+    def read_view(self) -> bytes:
+        """Return the text with the pending changes."""
+        raw = b"".join(self.iter_view())
+        self.check_unchanged()
+        return raw
 
-    def find(self, texts: Collection[str]) -> list[Any]:
-        """Return the entries with one of these texts as a string. Raises as ``read_text``."""
+    def iter_view(self) -> Iterator[bytes]:
+        """Yield the text with the pending changes in parts. Call ``check_unchanged`` afterwards."""
+        changes = EntryDifference(self.pending.iter_changes() if self.pending is not None else ())
+        if not changes:
+            return iter((self.text[:],))
+        return exchange_lines(self.text, changes.removed, changes.list_added_texts())
+
+    def find(self, texts: Collection[str], *, is_digest: bool = False) -> list[Any]:
+        """Return the entries with one of these names, or digests, as a string, and perhaps others.
+
+        ``texts`` are all spellings of a name.
+        """
+        if self.is_recorded and self.pending is not None and not is_digest:
+            records = map(MetadataFiles(self.root, "names").get, sorted(texts))
+            return [record.get("entry") for record in records if record is not None]
         entries = [line.entry for line in find_lines(self.text, texts)]
-        if not self.is_unchanged():
-            raise FormatError("another program is writing index.json", hint="try again")
+        self.check_unchanged()
         changes = EntryDifference() if self.pending is None else self.pending.find(texts)
         for removed in changes.list_removed():
             if removed in entries:
@@ -146,6 +154,11 @@ class IndexFile:
             or (build_stamp(os.fstat(self.text.fd))[1:3] == self.stamp[1:3])
         )
 
+    def check_unchanged(self) -> None:
+        """Raise FormatError if another program has written the file in place."""
+        if not self.is_unchanged():
+            raise FormatError("another program is writing index.json", hint="try again")
+
 
 def read_index(root: Path) -> dict[str, Any]:
     """Return the parsed index with the recorded names; an empty one without a store.
@@ -160,21 +173,21 @@ def iter_index(root: Path) -> Iterator[Any]:
 
     def begin(file: IndexFile) -> Iterator[Any]:
         if file.value is None:
-            return iter_entries(b"".join(file.read_parts()))
+            return iter_entries(file.read_view())
         return iter(parse_index(root, file)["manifests"])
 
     return _read_consistently(root, begin)
 
 
-def find_entries(root: Path, texts: Collection[str]) -> list[Any]:
-    """Return the entries with one of these names or digests, and perhaps others, in order.
+def find_entries(root: Path, texts: Collection[str], *, is_digest: bool) -> list[Any]:
+    """Return the entries with one of these names, or digests, and perhaps others, in order.
 
-    Raises as ``read_index`` does.
+    ``texts`` are all spellings of a name. Raises as ``read_index`` does.
     """
 
     def find(file: IndexFile) -> list[Any]:
         if file.value is None:
-            return file.find(texts)
+            return file.find(texts, is_digest=is_digest)
         entries: list[Any] = parse_index(root, file)["manifests"]
         return entries
 
@@ -199,42 +212,15 @@ def parse_index(root: Path, file: IndexFile) -> dict[str, Any]:
     Raises FormatError: another program has written it since.
     """
     if file.value is None:
-        return _parse(b"".join(file.read_parts()), root / "index.json")
+        return _parse(file.read_view(), root / "index.json")
     return _restore_names(root, _apply_changes(root, file, file.value))[0]
 
 
 def _apply_changes(root: Path, file: IndexFile, value: dict[str, Any]) -> dict[str, Any]:
     """Return a copy of the value of a file that is compared with the records, with the changes."""
     if file.pending is not None and file.pending.is_changed:
-        return _parse(b"".join(file.read_parts()), root / "index.json")
+        return _parse(file.read_view(), root / "index.json")
     return value | {"manifests": merge_left(value["manifests"], file.left)}
-
-
-def merge_left(entries: Sequence[Any], changes: Iterable[NameChange]) -> list[Any]:
-    """Return the entries of another program's index with the changes that it may lack.
-
-    An entry that is neither the one before the changes nor ours is that program's, and stays. New
-    names that it lacks are left to the records.
-    """
-    merged: dict[Hashable, NameChange] = {}
-    for later in changes:
-        earlier = merged.get(key := _build_key(later.name))
-        merged[key] = later if earlier is None else replace(later, old=earlier.old)
-    result = list[Any]()
-    for entry in entries:
-        name = get_name(entry)
-        change = merged.get(_build_key(name)) if merged and name else None
-        if change is None or _get_digest(change.old) != _get_digest(entry):
-            result.append(entry)
-        elif change.new is not None:
-            result.append(change.new)
-            # A further entry of the name has the same digest
-            merged[_build_key(name)] = replace(change, new=None)
-    return result
-
-
-def _get_digest(entry: Any) -> Any:
-    return entry.get("digest") if isinstance(entry, dict) else None
 
 
 def read_index_file(root: Path, *, is_locked: bool = False) -> IndexFile:
@@ -255,8 +241,9 @@ def read_index_file(root: Path, *, is_locked: bool = False) -> IndexFile:
             if root.exists() and not root.is_dir():
                 raise NotADirectoryError(20, "Not a directory", str(root)) from None
         value = {"schemaVersion": 2, "mediaType": mediatype.OCI_INDEX, "manifests": list[Any]()}
-        last, left = read_left(root)
-        return IndexFile(b"", None, value, None, last, left)
+        files = read_left(root)
+        left = find_lacking([], files, time.time_ns())
+        return IndexFile(root, b"", None, value, None, next(iter(files), None), left)
 
 
 def _read_file(root: Path, path: Path, *, is_locked: bool) -> IndexFile:
@@ -271,10 +258,12 @@ def _read_file(root: Path, path: Path, *, is_locked: bool) -> IndexFile:
         stamp = build_stamp(status)
         pending = read_pending(root, build_name(stamp))
         # Another tool may write in place since its status was read
-        if is_current(root, stamp) and build_stamp(os.fstat(text.fd)) == stamp:
+        state = read_state(root, stamp)
+        if state is not IndexState.UNKNOWN and build_stamp(os.fstat(text.fd)) == stamp:
             # A file of another host may disappear while it is open
-            is_network = find_mount(root).is_network
-            return IndexFile(text[:] if is_network else text, stamp, None, pending)
+            content = text[:] if find_mount(root).is_network else text
+            is_recorded = state is IndexState.RECORDED
+            return IndexFile(root, content, stamp, None, pending, is_recorded=is_recorded)
         if pending is None:
             # That of an index that was replaced since may be removed
             is_settled = read_index_stamp(root) == stamp
@@ -285,8 +274,12 @@ def _read_file(root: Path, path: Path, *, is_locked: bool) -> IndexFile:
             break
         time.sleep(_MOMENT)
     raw = text[:]
-    last, left = read_left(root) if pending is None else (pending, [])
-    return IndexFile(raw, stamp, _parse(raw, path), pending, last, left)
+    value = _parse(raw, path)
+    if pending is not None:
+        return IndexFile(root, raw, stamp, value, pending)
+    files = read_left(root)
+    left = find_lacking(value["manifests"], files, status.st_mtime_ns)
+    return IndexFile(root, raw, stamp, value, None, next(iter(files), None), left)
 
 
 def _parse(raw: bytes, path: Path) -> dict[str, Any]:
@@ -324,19 +317,37 @@ def _restore_names(root: Path, value: dict[str, Any]) -> tuple[dict[str, Any], b
     return value, is_complete
 
 
-def _record_moves(root: Path, entries: list[Any]) -> None:
-    """Record names that another tool has moved, so that their old targets are not restored."""
-    records = MetadataFiles(root, "names")
+def _record_moves(root: Path, entries: list[Any]) -> bool:
+    """Record names that another tool has moved, so that their old targets are not restored.
+
+    Return True if each entry has a name, and a record that has the entry.
+    """
+    records, is_recorded = MetadataFiles(root, "names"), True
     ours = records.list_names()
-    for entry in entries if ours else ():
+    for entry in entries:
         name = get_name(entry)
-        if build_file_name(name) not in ours:
-            continue
         # Of two entries with one name, the first counts.
+        if not name or build_file_name(name) not in ours:
+            is_recorded = False
+            continue
         ours.discard(build_file_name(name))
         recorded = (records.get(name) or {}).get("entry")
         if isinstance(recorded, dict) and recorded.get("digest") != entry.get("digest"):
             records.put(name, {"entry": entry}, durable=True)
+        elif recorded != entry:
+            is_recorded = False
+    return is_recorded
+
+
+def _are_recorded(root: Path, changes: Iterable[NameChange]) -> bool:
+    """Return True if the names of the changes have records that have the entries, and no others."""
+    records = MetadataFiles(root, "names")
+    for change in changes:
+        found = [records.get(text) for text in list_spellings(change.name)]
+        entries = [record.get("entry") for record in found if record is not None]
+        if entries != [change.new] * (change.new is not None):
+            return False
+    return True
 
 
 def _is_here(root: Path, entry: Any) -> bool:
@@ -346,57 +357,6 @@ def _is_here(root: Path, entry: Any) -> bool:
         return bool(os.stat(path).st_size == entry["size"])
     except (FormatError, UsageError, KeyError, TypeError, OSError):
         return False
-
-
-def find_entry_name(annotations: Any) -> str:
-    """Return the name of an entry with these annotations; empty if it has none."""
-    if not isinstance(annotations, dict):
-        return ""
-    return next((str(annotations[key]) for key in _NAMES if annotations.get(key)), "")
-
-
-def find_similar_name(name: str, names: Iterable[str]) -> str | None:
-    """Return the name that resembles another one most, or None."""
-    return find_nearest(name, names, cutoff=0.7, suffix=f":{DEFAULT_TAG}")
-
-
-def get_name(entry: Any) -> str:
-    """Return the name of an entry; empty if it has none, or is malformed."""
-    return find_entry_name(entry.get("annotations")) if isinstance(entry, dict) else ""
-
-
-def is_same_name(name: str, reference: Reference) -> bool:
-    """Return True if an entry's name means ``reference`` (``model`` is ``model:latest``)."""
-    return bool(name) and _parse_name(name) == reference
-
-
-@functools.lru_cache(maxsize=4096)
-def _parse_name(name: str) -> Reference | None:
-    with contextlib.suppress(UsageError):
-        return Reference.parse(name)
-    return None
-
-
-def is_named(entry: Any, name: str) -> bool:
-    """Return True if an entry has a name, in aimage's form or that of another tool."""
-    entry_reference, reference = get_name(entry), _parse_name(name)
-    return entry_reference == name or (
-        reference is not None and is_same_name(entry_reference, reference)
-    )
-
-
-def _build_key(name: str) -> Hashable:
-    """Return a value that is equal for two spellings of a name (``is_named``)."""
-    return _parse_name(name) or name
-
-
-def list_spellings(name: str) -> set[str]:
-    """Return all texts of a name: ``model`` is ``model:latest``."""
-    reference = _parse_name(name)
-    if reference is None:
-        return {name}
-    is_short = reference.tag == DEFAULT_TAG and reference.digest is None
-    return {name, str(reference)} | ({reference.name} if is_short else set())
 
 
 @contextlib.contextmanager
@@ -411,12 +371,17 @@ def edit_index(
     """
     with hold_lock(root, _LOCK):
         if not (root / "oci-layout").exists():
-            _replace(root, "oci-layout", LAYOUT_FILE)
+            _replace(root, "oci-layout", (LAYOUT_FILE,))
             with translate_store_errors(root):
                 sync_directory(root.parent)
         file = read_index_file(root, is_locked=True)
-        if file.value is None and file.pending is not None and file.pending.is_full:
-            _write_pending(root, file, file.pending)
+        if file.value is None:
+            if file.pending is not None and file.pending.is_full:
+                _write_pending(root, file)
+                file = read_index_file(root, is_locked=True)
+        elif len(file.value["manifests"]) > SMALL and _is_locked(root):
+            # One of another program: then the change is listed, too, and compared with the next one
+            _write_whole(root, file)
             file = read_index_file(root, is_locked=True)
         with translate_store_errors(root):
             remove_stamp(root)
@@ -427,17 +392,18 @@ def edit_index(
         if file.stamp is None or pending is None or not _append(root, file, edited.changes):
             _finish(root, file, edited)
             return
-        write_stamp(root, file.stamp)
+        is_recorded = file.is_recorded and _are_recorded(root, edited.changes)
+        write_stamp(root, file.stamp, is_recorded=is_recorded)
         if not is_deferred and _is_wanted(file.stamp, pending, is_due=True):
             # The change is durable: an error is left to the next write
             with contextlib.suppress(OSError, AImageError):
-                _write_pending(root, file, pending)
+                _write_pending(root, file)
 
 
 def _finish(root: Path, file: IndexFile, edited: _Edited) -> None:
     written = _write(root, file, edited)
     if written is not None and edited.is_complete and _is_locked(root):
-        write_stamp(root, written)
+        write_stamp(root, written, is_recorded=edited.is_recorded)
 
 
 def _append(root: Path, file: IndexFile, changes: Collection[NameChange]) -> bool:
@@ -465,15 +431,23 @@ def write_index(root: Path) -> int:
         if file.value is None:
             if file.pending is not None and file.pending.is_changed:
                 changes = EntryDifference(file.pending.iter_changes())
-                _write_pending(root, file, file.pending)
+                _write_pending(root, file)
         else:
-            with translate_store_errors(root):
-                remove_stamp(root)
-            with _edit_value(root, file) as edited:
-                changes.apply(file.value["manifests"], edited.value["manifests"])
-            _finish(root, file, edited)
+            changes.apply(file.value["manifests"], _write_whole(root, file)["manifests"])
     entries = [*changes.list_removed(), *changes.list_added()]
-    return len({_build_key(get_name(entry)) for entry in entries})
+    return len({build_key(get_name(entry)) for entry in entries})
+
+
+def _write_whole(root: Path, file: IndexFile) -> dict[str, Any]:
+    """Write an index of another program with all names that it lacks, and return its value."""
+    with translate_store_errors(root):
+        remove_stamp(root)
+    with _edit_value(root, file) as edited:
+        pass
+    # Also if it lacks none: then it is not compared again
+    edited.build = lambda: (encode_index(edited.value),)
+    _finish(root, file, edited)
+    return edited.value
 
 
 def write_pending(root: Path, *, is_due: bool) -> None:
@@ -495,7 +469,7 @@ def write_pending(root: Path, *, is_due: bool) -> None:
         if file.value is not None or stamp is None or pending is None:
             return
         if _is_wanted(stamp, pending, is_due=is_due):
-            _write_pending(root, file, pending)
+            _write_pending(root, file)
 
 
 def _is_wanted(stamp: IndexStamp, pending: PendingNames, *, is_due: bool) -> bool:
@@ -507,14 +481,15 @@ def _is_wanted(stamp: IndexStamp, pending: PendingNames, *, is_due: bool) -> boo
     return not (is_due and 0 <= age < max(_MIN_INTERVAL, _MAX_SHARE * pending.seconds))
 
 
-def _write_pending(root: Path, file: IndexFile, pending: PendingNames) -> None:
+def _write_pending(root: Path, file: IndexFile) -> None:
     """Write an index with its pending changes. Hold the lock. Raises StoreError, NoSpaceError."""
 
-    def build() -> tuple[bytes, Sequence[bytes | memoryview]]:
-        raw, changes = file.read_text(), EntryDifference(pending.iter_changes())
-        return raw, exchange_lines(raw, changes.removed, changes.list_added_texts())
+    def build() -> Iterator[bytes]:
+        yield from file.iter_view()
+        file.check_unchanged()
 
-    _finish(root, file, _Edited({}, build, count=pending.count, is_same=True))
+    is_recorded = file.is_recorded
+    _finish(root, file, _Edited({}, build, is_same=True, is_recorded=is_recorded))
 
 
 def _is_locked(root: Path) -> bool:
@@ -531,18 +506,18 @@ def _is_locked(root: Path) -> bool:
 class _Edited:
     """A yielded index.
 
-    ``build`` returns the text that was read, and the parts of the new one; None if it is the same.
-    ``count`` is the number of entries, None if it is unknown. With ``is_same`` the new index has
-    the pending changes, and no others. ``is_complete`` is True if no recorded name is missing.
-    ``changes`` are those of single names, if they can be appended.
+    ``build`` returns the text in parts; it is None if the text is the same. With ``is_same`` it has
+    the pending changes, and no others. ``is_complete`` is True if no recorded name is missing,
+    ``is_recorded`` if each entry has a record. ``changes`` are those of single names, if they can
+    be appended.
     """
 
     value: dict[str, Any]
-    build: Callable[[], tuple[bytes, Sequence[bytes | memoryview]]] | None = None
+    build: Callable[[], Iterable[bytes | memoryview]] | None = None
     changes: Sequence[NameChange] = ()
-    count: int | None = None
     is_same: bool = False
     is_complete: bool = True
+    is_recorded: bool = False
 
 
 @contextlib.contextmanager
@@ -550,22 +525,28 @@ def _edit_names(file: IndexFile, names: Collection[str]) -> Iterator[_Edited]:
     texts = {text for name in names for text in list_spellings(name)}
     found = file.find(texts)
     before = [entry for entry in found if any(is_named(entry, name) for name in names)]
-    edited = _Edited({"manifests": list(before)})
+    edited = _Edited({"manifests": list(before)}, is_recorded=file.is_recorded)
     yield edited
     after = edited.value["manifests"]
     if after == before:
         return
 
-    def build() -> tuple[bytes, Sequence[bytes | memoryview]]:
-        raw = b"".join(file.read_parts())
+    def build() -> Iterable[bytes | memoryview]:
+        raw = file.read_view()
         found = find_lines(raw, texts)
         lines = [line for line in found if any(is_named(line.entry, name) for name in names)]
         # ``replace_lines`` compares the objects of entries
-        lines = [replace(line, entry=old) for line, old in zip(lines, before, strict=True)]
-        return file.read_text(), replace_lines(raw, lines, after)
+        lines = [
+            replace(line, entry=next((old for old in before if old == line.entry), line.entry))
+            for line in lines
+        ]
+        return replace_lines(raw, lines, after)
 
     edited.build = build
     edited.changes = _list_changes(names, before, after)
+    edited.is_recorded = bool(edited.changes and edited.is_recorded) and _are_recorded(
+        file.root, edited.changes
+    )
 
 
 def _list_changes(
@@ -573,7 +554,7 @@ def _list_changes(
 ) -> list[NameChange]:
     """Return the changes of names; none if one of them has several entries."""
     changes = []
-    for name in {_build_key(name): name for name in names}.values():
+    for name in {build_key(name): name for name in names}.values():
         old = [entry for entry in before if is_named(entry, name)]
         new = [entry for entry in after if is_named(entry, name)]
         if len(old) > 1 or len(new) > 1:
@@ -586,111 +567,110 @@ def _list_changes(
 @contextlib.contextmanager
 def _edit_value(root: Path, file: IndexFile) -> Iterator[_Edited]:
     path = root / "index.json"
-    raw = file.read_text()
-    base = _parse(raw, path) if file.value is None else file.value
-    is_complete = True
     if file.value is None:
-        value = _copy(base)
-        if file.pending is not None and file.pending.is_changed:
-            value = _parse(b"".join(file.read_parts()), path)
+        value, base = _parse(file.read_view(), path), _parse(file.read_text(), path)
+        edited = _Edited(value)
     else:
-        value = _apply_changes(root, file, file.value)
-        _record_moves(root, value["manifests"])
+        value, base = _apply_changes(root, file, file.value), file.value
+        is_recorded = _record_moves(root, value["manifests"])
         value, is_complete = _restore_names(root, value)
-    edited = _Edited(value, is_complete=is_complete)
+        edited = _Edited(value, is_complete=is_complete, is_recorded=is_recorded)
+    before = list(value["manifests"])
     yield edited
     if value != base or file.stamp is None:
-        edited.build = lambda: (raw, [encode_index(value)])
-        edited.count = len(value["manifests"])
+        edited.build = lambda: (encode_index(value),)
+    changes = _list_new(before, value["manifests"]) if edited.is_recorded else ()
+    edited.is_recorded = edited.is_recorded and _are_recorded(root, changes)
 
 
-def _copy(value: dict[str, Any]) -> dict[str, Any]:
-    return value | {"manifests": list(value["manifests"])}
+def _list_new(before: Sequence[Any], after: Sequence[Any]) -> Iterator[NameChange]:
+    """Yield the names whose entries are other objects."""
+    old, new = ({id(entry): entry for entry in entries} for entries in (before, after))
+    for entry in (old[key] for key in old.keys() - new.keys()):
+        if not any(is_named(other, get_name(entry)) for other in map(new.get, new.keys() - old)):
+            yield NameChange(get_name(entry), entry, None)
+    for entry in (new[key] for key in new.keys() - old.keys()):
+        yield NameChange(get_name(entry), None, entry)
+
+
+class _ReplacedError(Exception):
+    """Another program has written the index since it was read."""
 
 
 def _write(root: Path, file: IndexFile, edited: _Edited) -> IndexStamp | None:
     """Write the index, merged with changes by other tools; return its stamp if it is ours."""
-    stamp, started = file.stamp, time.monotonic()
     if edited.build is None:
-        return stamp if file.value is None else None
-    with translate_store_errors(root):
-        raw, parts = edited.build()
-    path, value, base = root / "index.json", None, None
-    # Checked as late as possible: another tool's write would be lost.
-    while read_index_stamp(root) != stamp:
-        current = read_index_file(root, is_locked=True)
-        value = value or _parse(b"".join(parts), path)
-        base = base or file.value or _parse(raw, path)
-        theirs = current.value or _parse(current.text[:], path)
-        _merge(value["manifests"], base["manifests"], theirs["manifests"])
-        base, stamp, parts = theirs, current.stamp, [encode_index(value)]
-    count = edited.count
-    if value is not None:
-        count = len(value["manifests"])
-    elif count is None:
-        # A line before the entries, and two after them
-        count = sum(bytes(part).count(b"\n") for part in parts) - 2
-    is_same = edited.is_same and value is None
-    return _replace_index(root, parts, count, file, is_same=is_same, started=started)
-
-
-def _replace_index(
-    root: Path,
-    parts: Sequence[bytes | memoryview],
-    count: int,
-    file: IndexFile,
-    *,
-    is_same: bool,
-    started: float,
-) -> IndexStamp | None:
-    """Write the index, and begin the list of its changes if it is large."""
-    begun: PendingNames | None = None
+        return file.stamp if file.value is None else None
     previous = file.pending or file.last
+    new = _NewIndex(root, edited.build, file.stamp, previous, is_same=edited.is_same)
+    with contextlib.suppress(_ReplacedError):
+        return new.write()
+    edited.is_recorded = False
+    path = root / "index.json"
+    value = _parse(b"".join(edited.build()), path)
+    base = file.value or _parse(file.read_text(), path)
+    while True:
+        current = read_index_file(root, is_locked=True)
+        theirs = current.value or _parse(current.read_text(), path)
+        merge_theirs(value["manifests"], base["manifests"], theirs["manifests"])
+        base = theirs
+        new = _NewIndex(root, lambda: (encode_index(value),), current.stamp, previous)
+        with contextlib.suppress(_ReplacedError):
+            return new.write()
 
-    def begin(status: os.stat_result) -> None:
-        nonlocal begun
-        if count > SMALL and _is_locked(root):
+
+@dataclass(slots=True)
+class _NewIndex:
+    """An index that replaces the one with a stamp, of which ``previous`` has the changes.
+
+    With ``is_same`` it is that one with these changes, and no others.
+    """
+
+    root: Path
+    build: Callable[[], Iterable[bytes | memoryview]]
+    stamp: IndexStamp | None
+    previous: PendingNames | None
+    is_same: bool = False
+    _count: int = 0
+    _begun: PendingNames | None = None
+
+    def write(self) -> IndexStamp | None:
+        """Write it, begin the list of its changes if it is large, and return its stamp.
+
+        Raises _ReplacedError, StoreError, NoSpaceError.
+        """
+        started = time.monotonic()
+        try:
+            parts = self._iter_parts()
+            stamp = _replace(self.root, "index.json", parts, on_written=self._begin)
+        except BaseException:
+            if self._begun is not None:
+                self._begun.remove()
+            raise
+        with contextlib.suppress(OSError, AImageError):
+            if self._begun is not None:
+                self._begun.confirm(time.monotonic() - started)
+            remove_superseded(self.root, self._begun)
+        return stamp
+
+    def _iter_parts(self) -> Iterator[bytes | memoryview]:
+        # A line before the entries, and two after them
+        self._count = -2
+        for part in self.build():
+            self._count += bytes(part).count(b"\n")
+            yield part
+
+    def _begin(self, status: os.stat_result) -> None:
+        # Checked as late as possible: another tool's write would be lost.
+        if read_index_stamp(self.root) != self.stamp:
+            raise _ReplacedError
+        if self._count > SMALL and _is_locked(self.root):
             # Without a list the index is written again with each change
             with contextlib.suppress(OSError, AImageError):
-                name = build_name(build_stamp(status))
-                begun = begin_pending(root, name, count, previous, is_same=is_same)
-
-    try:
-        stamp = _replace(root, "index.json", *parts, on_written=begin)
-    except BaseException:
-        if begun is not None:
-            begun.remove()
-        raise
-    with contextlib.suppress(OSError, AImageError):
-        if begun is not None:
-            begun.confirm(time.monotonic() - started)
-        remove_superseded(root, begun)
-    return stamp
-
-
-def _merge(ours: list[Any], base: list[Any], theirs: list[Any]) -> None:
-    """Add to ``ours`` entries that another tool added or renamed after ``base`` was read."""
-    known = set(map(_encode_sorted, base))
-    positions: dict[Hashable, int] = {}
-    for position, entry in enumerate(ours):
-        if name := get_name(entry):
-            positions.setdefault(_build_key(name), position)
-    for entry in theirs:
-        if _encode_sorted(entry) in known:
-            continue
-        name = get_name(entry)
-        place = positions.get(_build_key(name)) if name else None
-        if place is None:
-            if name:
-                positions[_build_key(name)] = len(ours)
-            ours.append(entry)
-        elif _encode_sorted(ours[place]) in known:
-            # If this process changed the entry, too, its change wins.
-            ours[place] = entry
-
-
-def _encode_sorted(entry: Any) -> str:
-    return json.dumps(entry, sort_keys=True)
+                name, previous = build_name(build_stamp(status)), self.previous
+                self._begun = begin_pending(
+                    self.root, name, self._count, previous, is_same=self.is_same
+                )
 
 
 def read_index_stamp(root: Path) -> IndexStamp | None:
@@ -703,20 +683,29 @@ def read_index_stamp(root: Path) -> IndexStamp | None:
 def _replace(
     root: Path,
     name: str,
-    *parts: bytes | memoryview,
+    parts: Iterable[bytes | memoryview],
+    *,
     on_written: Callable[[os.stat_result], object] | None = None,
 ) -> IndexStamp | None:
     """Replace a file, and return its stamp unless another program has replaced it since."""
-    path, timestamp = root / name, time.time_ns()
-    size = sum(map(len, parts))
-    if size > MAX_INDEX_SIZE:
-        raise StoreError(
-            f"{path} would have {size} bytes, the limit is {MAX_INDEX_SIZE}",
-            hint="remove names that are no longer needed",
-        )
+    path, timestamp, size = root / name, time.time_ns(), 0
+
+    def iter_parts() -> Iterator[bytes | memoryview]:
+        nonlocal size
+        for part in parts:
+            size += len(part)
+            if size > MAX_INDEX_SIZE:
+                raise StoreError(
+                    f"{path} would have more than {size} bytes, the limit is {MAX_INDEX_SIZE}",
+                    hint="remove names that are no longer needed",
+                )
+            yield part
+
     with translate_store_errors(root):
         private = make_directory(root, PRIVATE)
-        write_shared(path, *parts, directory=private, time_ns=timestamp, on_written=on_written)
+        write_shared(
+            path, iter_parts(), directory=private, time_ns=timestamp, on_written=on_written
+        )
         status = os.stat(path)
     is_ours = status.st_mtime_ns == timestamp and status.st_size == size
     return build_stamp(status) if is_ours else None

@@ -14,8 +14,8 @@ from clowder_aimage.errors import FormatError
 from clowder_aimage.oci import read_json
 
 _SEPARATOR = b",\n"
-# Bytes that are compared together
-_CHUNK = 64 * 1024
+# Bytes that are compared or searched together, and those that are written
+_CHUNK, _PIECE = 64 * 1024, 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,16 +79,9 @@ def replace_lines(
         parts += [_cut(raw, position, line.start), text]
         position = line.end
     parts += [_cut(raw, position, body_end), *map(_encode, added)]
-    view = memoryview(raw)
-    return _join(view[:body_start], parts, view[body_end:])
-
-
-def _join(
-    head: memoryview, parts: list[bytes | memoryview], tail: memoryview
-) -> list[bytes | memoryview]:
-    body = [part for part in parts if len(part)]
+    view, body = memoryview(raw), [part for part in parts if len(part)]
     separated = [piece for part in body for piece in (_SEPARATOR, part)][1:]
-    return [head, *separated, tail]
+    return [view[:body_start], *separated, view[body_end:]]
 
 
 def _cut(raw: bytes, start: int, end: int) -> memoryview:
@@ -111,27 +104,34 @@ def iter_entries(raw: bytes) -> Iterator[Any]:
 
 
 def exchange_lines(
-    raw: bytes, removed: Mapping[bytes, int], added: Collection[bytes]
-) -> list[bytes | memoryview]:
-    """Return the text without some entries, each as often as stated, and with others at the end.
+    text: Text, removed: Mapping[bytes, int], added: Collection[bytes]
+) -> Iterator[bytes]:
+    """Yield parts of the text without some entries, and with others at the end.
 
-    The entries are texts. The result is in parts, as that of ``replace_lines``.
+    The entries are texts. ``removed`` states how often each one is removed.
     """
-    view = memoryview(raw)
-    body_start, body_end = start, _ = _find_body(raw)
-    counts, parts = Counter(removed), list[bytes | memoryview]()
-    position, left = body_start, counts.total()
-    while left and position < body_end:
-        line_end = raw.find(b"\n", position)
-        line = raw[position:line_end].removesuffix(b",")
-        if counts[line] > 0:
-            counts[line] -= 1
-            left -= 1
-            parts.append(_cut(raw, start, position))
-            start = line_end + 1
-        position = line_end + 1
-    parts += [_cut(raw, min(start, body_end), body_end), *added]
-    return _join(view[:body_start], parts, view[body_end:])
+    position, end = _find_body(text)
+    yield text[:position]
+    counts, is_first = Counter(removed), True
+    while position < end:
+        part_end = min(text.find(b"\n", min(position + _PIECE, end)), end)
+        part = text[position:part_end].rstrip(b",")
+        position = part_end + 1
+        if counts:
+            lines = []
+            for line in part.split(_SEPARATOR):
+                if counts[line] > 0:
+                    counts[line] -= 1
+                else:
+                    lines.append(line)
+            part = _SEPARATOR.join(lines)
+        if part:
+            yield part if is_first else _SEPARATOR + part
+            is_first = False
+    for entry in added:
+        yield entry if is_first else _SEPARATOR + entry
+        is_first = False
+    yield text[end:]
 
 
 class Text(Protocol):

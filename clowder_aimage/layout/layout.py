@@ -34,17 +34,19 @@ from clowder_aimage.errors import (
     StoreError,
     VerificationError,
 )
+from clowder_aimage.layout.entry_name import (
+    get_name,
+    is_named,
+    is_same_name,
+    list_spellings,
+)
 from clowder_aimage.layout.entry_reader import EntryReader
 from clowder_aimage.layout.group_commit import GroupCommit
 from clowder_aimage.layout.index import (
     compute_fingerprint,
     edit_index,
     find_entries,
-    get_name,
-    is_named,
-    is_same_name,
     iter_index,
-    list_spellings,
     read_index,
     write_index,
     write_pending,
@@ -215,7 +217,8 @@ class ImageLayout(ContentStore):
         self._check_exists()
         digest = reference.digest
         texts = list_spellings(str(reference)) if digest is None else {str(digest)}
-        yield from _iter_parsed(find_entries(self.root, texts))
+        found = find_entries(self.root, texts, is_digest=digest is not None)
+        yield from _iter_parsed(found)
 
     def iter_malformed(self) -> Iterator[tuple[int, str]]:
         """Yield the positions of malformed entries of index.json, with their errors."""

@@ -11,7 +11,7 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +80,9 @@ class MetadataFiles:
         data = json.dumps({"key": key} | value).encode()
         with translate_store_errors(self._root):
             make_directory(self._root, PRIVATE, self._kind)
-            write_shared(os.path.join(self._directory, build_file_name(key)), data, durable=durable)
+            write_shared(
+                os.path.join(self._directory, build_file_name(key)), (data,), durable=durable
+            )
 
     def restore(self, key: str, value: dict[str, Any] | None) -> None:
         """Write back the result of ``get``. Raises StoreError or NoSpaceError."""
@@ -110,7 +112,8 @@ def build_file_name(key: str) -> str:
 
 def write_shared(
     path: str | Path,
-    *parts: bytes | memoryview,
+    parts: Iterable[bytes | memoryview],
+    *,
     durable: bool = True,
     directory: Path | None = None,
     time_ns: int | None = None,

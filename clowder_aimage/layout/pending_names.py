@@ -153,6 +153,11 @@ class PendingNames:
         return PendingPosition(self.name, self._raw.rfind(b"\n") + 1)
 
     @property
+    def time_ns(self) -> int:
+        """The time of the index in nanoseconds."""
+        return int(self.name.rpartition("-")[2])
+
+    @property
     def previous(self) -> tuple[str, int | None] | None:
         """The file of the index that this one has replaced.
 
@@ -274,17 +279,17 @@ def begin_pending(
     if previous is not None:
         head |= {"after": previous.name, "size": previous.position.offset if is_same else None}
     raw = _encode_line(head)
-    write_shared(make_directory(root, PRIVATE, _DIRECTORY) / name, raw)
+    write_shared(make_directory(root, PRIVATE, _DIRECTORY) / name, (raw,))
     return PendingNames(root, name, raw)
 
 
 def remove_superseded(root: Path, current: PendingNames | None) -> None:
-    """Remove the files of earlier indexes, except the last ones that lead to the current one."""
+    """Remove the files of earlier indexes, except the last ones before the current one."""
     kept, following = set[str](), current
     while following is not None and len(kept) < _KEPT:
         kept.add(following.name)
-        name, size = following.previous or ("", None)
-        following = None if size is None else read_pending(root, name)
+        name, _ = following.previous or ("", None)
+        following = read_pending(root, name) if name else None
     for name in _list_names(root) - kept:
         PendingNames(root, name, b"").remove()
 
@@ -297,23 +302,18 @@ def read_pending(root: Path, name: str, start: int = 0) -> PendingNames | None:
     return None
 
 
-def read_left(root: Path) -> tuple[PendingNames | None, list[NameChange]]:
-    """Return the last file, and the changes that the index of another program may lack.
-
-    These are those of the last index that was certainly written, and of later ones. Raises OSError,
-    StoreError.
-    """
+def read_left(root: Path) -> list[PendingNames]:
+    """Return the files from the last one back. Raises OSError, StoreError."""
     files = {name: file for name in _list_names(root) if (file := read_pending(root, name))}
     previous = {file.previous[0] for file in files.values() if file.previous is not None}
     ends = [file for name, file in files.items() if name not in previous]
-    last = file = max(ends, key=_get_time, default=None)
-    changes = list[NameChange]()
+    file, chain = max(ends, key=lambda end: end.time_ns, default=None), list[PendingNames]()
     while file is not None:
-        changes[:0] = file.iter_changes()
-        name, _ = ("", None) if file.is_begun else file.previous or ("", None)
+        chain.append(file)
+        name, _ = file.previous or ("", None)
         # Each file is visited once
         file = files.pop(name, None)
-    return last, changes
+    return chain
 
 
 def read_since(
@@ -357,10 +357,6 @@ def _list_names(root: Path) -> set[str]:
 def list_pending_paths(root: Path) -> list[str]:
     """Return the paths of all files. Raises OSError, StoreError."""
     return [os.path.join(root, PRIVATE, _DIRECTORY, name) for name in sorted(_list_names(root))]
-
-
-def _get_time(file: PendingNames) -> int:
-    return int(file.name.rpartition("-")[2])
 
 
 def _encode_line(value: dict[str, Any]) -> bytes:

@@ -19,7 +19,8 @@ from clowder_aimage.layout import index as index_module
 from clowder_aimage.layout import pending_names as module
 from clowder_aimage.layout.entry_reader import EntryReader
 from clowder_aimage.layout.gc import Collector
-from clowder_aimage.layout.index import edit_index, merge_left, read_index
+from clowder_aimage.layout.index import edit_index, read_index
+from clowder_aimage.layout.index_merge import merge_left
 from clowder_aimage.layout.index_text import encode_index, exchange_lines
 from clowder_aimage.layout.layered_store import LayeredStore
 from clowder_aimage.layout.pending_names import EntryDifference, NameChange
@@ -288,6 +289,7 @@ def test_another_tool_takes_nothing_from_the_list(
     store.tag(one.descriptor, parse("last:v1"))
     expected["last:v1"] = one.digest
     assert read_names(store) == expected
+    store.write_index()
     assert read_written(store) == {name: str(digest) for name, digest in expected.items()}
 
 
@@ -312,14 +314,55 @@ def test_an_entry_that_another_tool_changed_counts(
     assert read_written(store)["m1:v1"] == str(third.digest)
 
 
-def test_a_name_that_another_tool_moves_back_after_the_index_was_written_stays(
-    store: ImageLayout, models: tuple[Manifest, Manifest]
+@pytest.mark.parametrize(("seconds", "is_theirs"), [(0, False), (60, True)])
+def test_a_name_that_is_moved_back_counts_unless_that_may_be_an_old_index(
+    store: ImageLayout, models: tuple[Manifest, Manifest], seconds: int, is_theirs: bool
 ) -> None:
     one, two = models
     store.tag(two.descriptor, parse("m1:v1"))
     store.write_index()
+    written = (store.root / "index.json").stat().st_mtime
     rewrite(store, lambda entries: entries["m1:v1"].update(digest=str(one.digest)))
-    assert read_names(store)["m1:v1"] == one.digest
+    os.utime(store.root / "index.json", (written + seconds,) * 2)
+    for _ in range(2):
+        assert read_names(store)["m1:v1"] == (one if is_theirs else two).digest
+        store.write_index()
+
+
+def test_a_tool_that_read_an_index_before_several_changes_undoes_none(
+    store: ImageLayout, models: tuple[Manifest, Manifest]
+) -> None:
+    """Of three lists that were written since, whenever it writes its index."""
+    one, two = models
+    path = store.root / "index.json"
+    old = json.loads(path.read_bytes())
+    for number in range(3):
+        store.tag(two.descriptor, parse(f"m{number}:v1"))
+        store.tag(two.descriptor, parse(f"new{number}:v1"))
+        store.untag(parse(f"m{number + 3}:v1"))
+        store.write_index()
+    before = read_names(store)
+    old["manifests"].append(entry := json.loads(json.dumps(old["manifests"][0])))
+    entry["annotations"] = {mediatype.REF_NAME: "theirs:v1"}
+    path.write_text(json.dumps(old))
+    os.utime(path, (time.time() + 60,) * 2)
+    for _ in range(2):
+        assert read_names(store) == before | {"theirs:v1": one.digest}
+        store.write_index()
+
+
+def test_a_tool_that_read_the_last_index_may_move_names_back(
+    store: ImageLayout, models: tuple[Manifest, Manifest]
+) -> None:
+    one, two = models
+    store.tag(two.descriptor, parse("m1:v1"))
+    store.tag(two.descriptor, parse("m2:v1"))
+    store.tag(two.descriptor, parse("new:v1"))
+    store.write_index()
+    rewrite(store, lambda entries: entries["m1:v1"].update(digest=str(one.digest)))
+    names = read_names(store)
+    assert names["m1:v1"] == one.digest
+    assert names["m2:v1"] == names["new:v1"] == two.digest
 
 
 def test_an_index_that_disappears_is_restored(
@@ -376,7 +419,7 @@ def test_entries_of_another_tool_are_compared_with_both_sides(
     theirs: list[tuple[str, int]], expected: list[tuple[str, int]]
 ) -> None:
     def build(name: str, digest: int) -> dict[str, Any]:
-        return {"digest": digest, "annotations": {mediatype.REF_NAME: name}}
+        return {"digest": f"sha256:{digest}", "annotations": {mediatype.REF_NAME: name}}
 
     changes = [
         NameChange("x", build("x", 1), build("x", 7)),
@@ -385,7 +428,7 @@ def test_entries_of_another_tool_are_compared_with_both_sides(
         NameChange("new", None, build("new", 2)),
     ]
     found = merge_left([build(*item) for item in theirs], changes)
-    assert [(get_name(entry), entry["digest"]) for entry in found] == expected
+    assert found == [build(*item) for item in expected]
 
 
 # -- kills
