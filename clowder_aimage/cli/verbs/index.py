@@ -18,4 +18,6 @@ def index() -> None:
     layout = get_settings().layout
     count = layout.write_index()
     path = layout.root / "index.json"
-    print_result({"index": str(path), "written": count}, f"{path}: {format_count(count, 'name')}")
+    print_result(
+        {"index": str(path), "written": count}, f"{path}: {format_count(count, 'name')} written"
+    )
