@@ -82,6 +82,8 @@ def make_store(root: Path, count: int, layers: int, *, ours: bool) -> None:
     (root / "oci-layout").write_text('{"imageLayoutVersion":"1.0.0"}')
     index = {"schemaVersion": 2, "mediaType": mediatype.OCI_INDEX, "manifests": entries}
     (root / "index.json").write_text(json.dumps(index, indent=1))
+    if ours:
+        ImageLayout(root).write_index()
 
 
 def name_of(which: int) -> str:
@@ -166,14 +168,14 @@ def _print_table(
 
 
 @contextlib.contextmanager
-def serve(root: Path) -> Iterator[HTTPConnection]:
-    """Yield a connection to a registry that serves the store."""
+def serve(root: Path) -> Iterator[tuple[HTTPConnection, int]]:
+    """Yield a connection to a registry that serves the store, and the id of its process."""
     command = [AIMAGE, "--store", str(root), "registry", "serve", "--addr", "127.0.0.1:0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
         try:
             assert process.stdout is not None
             address = process.stdout.readline().decode().split("://")[-1].strip().rstrip("/")
-            yield HTTPConnection(address, timeout=600)
+            yield HTTPConnection(address, timeout=600), process.pid
         finally:
             process.terminate()
 
@@ -190,6 +192,20 @@ def ask(connection: HTTPConnection, method: str, path: str, body: bytes = b"") -
     return time.perf_counter() - begun
 
 
+def read_cpu(pid: int) -> float:
+    """Return the CPU seconds of the threads of a process."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
+
+
+def read_memory(pid: int) -> tuple[int, int]:
+    """Return the resident memory of a process and its peak, in MiB."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    fields = dict(line.split(":", 1) for line in status.splitlines())
+    size, peak = (int(fields[name].split()[0]) // KIB for name in ("VmRSS", "VmHWM"))
+    return size, peak
+
+
 def measure_registry(directory: Path, counts: list[int], rounds: int) -> None:
     """Print the table of the requests."""
     config = b"{}"
@@ -203,14 +219,14 @@ def measure_registry(directory: Path, counts: list[int], rounds: int) -> None:
         for count, root in roots.items():
             shutil.rmtree(root, ignore_errors=True)
             make_store(root, count, 4, ours=True)
-        connections = {}
+        servers = {}
         for count, root in roots.items():
-            connections[count] = connection = stack.enter_context(serve(root))
+            servers[count] = connection, _ = stack.enter_context(serve(root))
             ask(connection, "POST", f"blobs/uploads/?digest={entry['digest']}", config)
             # The first write compares all names
             ask(connection, "PUT", "manifests/first", manifest)
         for number in range(rounds):
-            for count, connection in connections.items():
+            for count, (connection, pid) in servers.items():
                 path = f"manifests/v{number}"
                 for name, method, body in (
                     ("PUT of a tag", "PUT", manifest),
@@ -218,8 +234,15 @@ def measure_registry(directory: Path, counts: list[int], rounds: int) -> None:
                     ("GET", "GET", b""),
                     ("DELETE", "DELETE", b""),
                 ):
+                    before = read_cpu(pid)
                     took = ask(connection, method, path, body)
+                    cpu = read_cpu(pid) - before
                     times.setdefault(name, {}).setdefault(("aimage", count), []).append(took)
+                    key = f"{name}, CPU"
+                    times.setdefault(key, {}).setdefault(("aimage", count), []).append(cpu)
+        for count, (_, pid) in servers.items():
+            size, peak = read_memory(pid)
+            print(f"{count:,} names: {size} MiB in memory, {peak} MiB at most")
     _print_table("request", times, counts)
 
 

@@ -31,7 +31,7 @@ from clowder_aimage.errors import (
     VerificationError,
 )
 from clowder_aimage.layout import ImageLayout
-from clowder_aimage.layout.index import find_entry_name
+from clowder_aimage.layout.entry_name import find_entry_name
 from clowder_aimage.layout.stored_aimage import inflate_copied
 from clowder_aimage.oci import MAX_MANIFEST_SIZE, Descriptor, Digest, Index, Reference
 from clowder_aimage.oci.descriptor import MAX_SIZE

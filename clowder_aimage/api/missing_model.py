@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from clowder_aimage.api.service import Service
 from clowder_aimage.engine.admission import NEVER
 from clowder_aimage.errors import AImageError, NotFoundError
-from clowder_aimage.layout.index import find_similar_name
+from clowder_aimage.layout.entry_name import find_similar_name
 from clowder_aimage.oci import Reference
 
 

@@ -23,6 +23,7 @@ from clowder_aimage.engine.model_fetch import preload
 from clowder_aimage.errors import AImageError
 from clowder_aimage.http.background import run_in_background
 from clowder_aimage.http.caller_ledger import CallerBounds, CallerLedger
+from clowder_aimage.http.index_writer import writing_index
 from clowder_aimage.http.local_call import LocalCalls
 from clowder_aimage.http.route import Exchange, Role, Route
 
@@ -108,12 +109,11 @@ class WorkerRole(Role):
     async def running(self) -> AsyncIterator[None]:
         service = self._service
         fetching = preload(service.store, service.transfers, service.wanted)
-        if not self._makes_pictures:
-            async with run_in_background(self._expire(), fetching):
-                yield
-            return
-        await self._report_missing()
-        async with run_in_background(self._expire(), fetching, self._batches.run()):
+        work = [self._expire(), fetching]
+        if self._makes_pictures:
+            await self._report_missing()
+            work.append(self._batches.run())
+        async with writing_index(service.store), run_in_background(*work):
             yield
 
     async def _report_missing(self) -> None:

@@ -66,6 +66,7 @@ GROUPS = {
         "du": ("du", "Show the disk usage of each name."),
         "df": ("df", "Show the disk space of the store."),
         "gc": ("gc", "Remove content that no name needs."),
+        "index": ("index", "Write the newest names for other tools."),
         "verify": ("verify", "Verify every byte of the store."),
         "save": ("save", "Write AImages to a tar file."),
         "load": ("load", "Read AImages from a tar file."),
@@ -417,7 +418,7 @@ def _suggest_name(error: AImageError) -> None:
     from pathlib import Path
 
     from clowder_aimage.layout import ImageLayout
-    from clowder_aimage.layout.index import find_similar_name
+    from clowder_aimage.layout.entry_name import find_similar_name
 
     with contextlib.suppress(AImageError):
         names = (name for name, _ in ImageLayout(Path(error.facts["root"])).list_tags())

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from clowder_aimage.errors import FormatError, UsageError
+from clowder_aimage.layout.entry_name import get_name
 from clowder_aimage.layout.entry_reader import EntryReader
-from clowder_aimage.layout.index import get_name
 from clowder_aimage.oci import Descriptor, Digest, Reference, mediatype
 
 _NO_FIELDS: Mapping[str, Any] = {}

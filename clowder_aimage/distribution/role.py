@@ -28,6 +28,7 @@ from clowder_aimage.errors import AImageError, StoreBusyError, UsageError
 from clowder_aimage.http.access import check_site
 from clowder_aimage.http.api_error import OCI
 from clowder_aimage.http.background import run_in_background
+from clowder_aimage.http.index_writer import writing_index
 from clowder_aimage.http.listening_socket import listen, listen_tcp_only
 from clowder_aimage.http.metrics_role import MetricsRole
 from clowder_aimage.http.process_group import Member, ProcessGroup
@@ -62,6 +63,7 @@ class RegistryRole(Role):
         upstream: UpstreamRegistry | None = None,
         several: bool = False,
     ) -> None:
+        self._layout = layout
         self._refusal = "this registry is read-only" if readonly else ""
         if upstream is not None:
             self._refusal = f"this registry is a cache of {upstream.name}: push to {upstream.host}"
@@ -120,7 +122,7 @@ class RegistryRole(Role):
         with contextlib.suppress(AImageError):
             await run_locking(self._records.begin)
         try:
-            async with run_in_background(self._expire()):
+            async with writing_index(self._layout), run_in_background(self._expire()):
                 yield
         finally:
             if self._cache is not None:

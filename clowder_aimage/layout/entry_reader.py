@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-import os
 import time
-import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from clowder_aimage.content.mount import find_mount
 from clowder_aimage.errors import FormatError
 from clowder_aimage.layout.index import (
-    open_current,
+    IndexFile,
     parse_index,
     read_index_file,
     read_index_stamp,
 )
-from clowder_aimage.layout.index_stamp import IndexStamp, build_stamp
-from clowder_aimage.layout.index_text import FileText, find_changes, iter_entries
+from clowder_aimage.layout.index_stamp import IndexStamp, IndexState, read_state
+from clowder_aimage.layout.index_text import find_changes, iter_entries
 from clowder_aimage.layout.lock import translate_store_errors
+from clowder_aimage.layout.pending_names import (
+    EntryDifference,
+    PendingPosition,
+    build_name,
+    read_pending,
+    read_since,
+)
 
 # Nanoseconds: longer than a tick of the clock of any usual file system
 _FRESH = 100_000_000
@@ -34,31 +38,6 @@ class EntryChanges:
     added: Iterable[Any]
 
 
-class _CurrentIndex:
-    """The text of an index as aimage wrote it, which is compared with that of the next one.
-
-    A file stays open instead of its text in memory, unless a file of that file system cannot be
-    replaced while it is open.
-    """
-
-    def __init__(self, text: bytes | FileText, stamp: IndexStamp) -> None:
-        self.text, self.stamp = text, stamp
-        self._finalizer = (
-            weakref.finalize(self, os.close, text.fd) if isinstance(text, FileText) else None
-        )
-
-    def close(self) -> None:
-        if self._finalizer is not None:
-            self._finalizer()
-
-    def is_unchanged(self) -> bool:
-        """Return True if no other tool has written the file in place, replaced since or not."""
-        # Its time of change (ctime) differs once it is replaced
-        return isinstance(self.text, bytes) or (
-            build_stamp(os.fstat(self.text.fd))[1:3] == self.stamp[1:3]
-        )
-
-
 class EntryReader:
     """A reader of the index of the store at ``root``. Calls must not overlap.
 
@@ -67,24 +46,56 @@ class EntryReader:
 
     def __init__(self, root: Path, check: Callable[[], None]) -> None:
         self._root, self._check = root, check
-        self._current: _CurrentIndex | None = None
+        # An index of aimage without a list of changes: its text is compared with that of the next
+        # one. A file stays open instead of its text in memory, unless a file of that file system
+        # cannot be replaced while it is open.
+        self._current: IndexFile | None = None
+        # What was read of a list of changes, and whether these are all that the index lacks
+        self._position: PendingPosition | None = None
+        self._is_exact = False
         # None before the first read
         self._stamp: tuple[IndexStamp | None] | None = None
         self._is_settled = False
 
     def read(self) -> EntryChanges | None:
         """Return the changes since the last call, None without any. Raises StoreError."""
-        if self._is_settled and self._stamp == (read_index_stamp(self._root),):
+        stamp, position = read_index_stamp(self._root), self._position
+        is_same = self._is_settled and self._stamp == (stamp,)
+        if is_same and not self._is_exact and not self._has_grown():
             return None
-        self._check()
+        if not is_same:
+            self._check()
+        if stamp is not None and position is not None and self._is_exact:
+            changes = self._read_pending(position, stamp)
+            if changes is not None:
+                return changes if changes.removed or changes.added else None
         return self._read_changes() or self._read_all()
+
+    def _has_grown(self) -> bool:
+        if self._position is None:
+            return False
+        with translate_store_errors(self._root):
+            tail = read_pending(self._root, self._position.name, self._position.offset)
+        return tail is not None and tail.position.offset > 0
+
+    def _read_pending(self, position: PendingPosition, stamp: IndexStamp) -> EntryChanges | None:
+        """Return the changes in the lists up to that of an index; None if it has others."""
+        with translate_store_errors(self._root):
+            found = read_since(self._root, position, build_name(stamp))
+        if found is None:
+            return None
+        changes, self._position = found
+        self._stamp, self._is_settled = (stamp,), True
+        difference = EntryDifference(changes)
+        return EntryChanges(difference.list_removed(), difference.list_added())
 
     def _read_changes(self) -> EntryChanges | None:
         """Return the changes between two indexes of aimage, None if one of them is not."""
-        if (last := self._current) is None or (current := self._open_current()) is None:
+        last = self._current
+        if last is None or (current := self._read_current()) is None:
             return None
         # Read again as a whole after an error
-        self._current, self._stamp = None, None
+        self.reset()
         try:
             with translate_store_errors(self._root):
                 removed, added = find_changes(last.text, current.text)
@@ -92,42 +103,52 @@ class EntryReader:
         except FormatError:
             # Another tool is writing one of them in place
             is_unchanged = False
-        finally:
-            last.close()
         if not is_unchanged:
-            current.close()
             return None
-        self._current, self._stamp, self._is_settled = current, (current.stamp,), True
-        return EntryChanges(removed, added)
+        self._follow(current)
+        difference = EntryDifference()
+        difference.apply(removed, added)
+        for change in () if current.pending is None else current.pending.iter_changes():
+            difference.add(change)
+        return EntryChanges(difference.list_removed(), difference.list_added())
 
-    def _open_current(self) -> _CurrentIndex | None:
-        if find_mount(self._root).is_network:
-            read = read_index_file(self._root)
-            if read.value is not None or read.stamp is None:
-                return None
-            return _CurrentIndex(read.raw, read.stamp)
-        fd = open_current(self._root)
-        return None if fd is None else _CurrentIndex(FileText(fd), build_stamp(os.fstat(fd)))
+    def _read_current(self) -> IndexFile | None:
+        stamp = read_index_stamp(self._root)
+        if stamp is None or read_state(self._root, stamp) is IndexState.UNKNOWN:
+            return None
+        file = read_index_file(self._root)
+        return file if file.value is None else None
 
     def _read_all(self) -> EntryChanges:
         self.reset()
-        file = read_index_file(self._root)
-        self._stamp = (file.stamp,)
+        while True:
+            file = read_index_file(self._root)
+            try:
+                with translate_store_errors(self._root):
+                    if file.value is None:
+                        # One by one: parsed together, they take several times the memory
+                        entries = iter_entries(file.read_view())
+                    else:
+                        entries = iter(parse_index(self._root, file)["manifests"])
+                break
+            except FormatError:
+                if file.is_unchanged():
+                    raise
+        self._follow(file)
         # A file of another tool may be replaced within one tick of the file system's clock
         self._is_settled = file.value is None or (
             file.stamp is not None and abs(time.time_ns() - file.stamp[2]) > _FRESH
         )
-        if file.value is not None:
-            return EntryChanges(None, parse_index(self._root, file)["manifests"])
-        self._current = self._open_current()
-        if self._current is not None and self._current.stamp != file.stamp:
-            self._current.close()
-            self._current = None
-        # One by one: parsed together, they take several times the memory of the text
-        return EntryChanges(None, iter_entries(file.raw))
+        return EntryChanges(None, entries)
+
+    def _follow(self, file: IndexFile) -> None:
+        self._stamp, self._is_settled = (file.stamp,), True
+        if (pending := file.pending or file.last) is not None:
+            self._position, self._is_exact = pending.position, file.value is None
+        elif file.value is None:
+            self._current = file
 
     def reset(self) -> None:
         """Return all entries with the next call."""
-        if self._current is not None:
-            self._current.close()
-        self._current, self._stamp, self._is_settled = None, None, False
+        self._current, self._position, self._is_exact = None, None, False
+        self._stamp, self._is_settled = None, False

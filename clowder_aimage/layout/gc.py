@@ -130,6 +130,9 @@ class Collector:
         if self.dry_run:
             self._sweep(unneeded)
         elif root.is_dir():
+            # Other tools still see the names that index.json has; a full disk is no reason to stop
+            with contextlib.suppress(AImageError):
+                self.layout.write_pending()
             with hold_lock(root, COLLECTION):
                 self._leased = self._read_leased(remove=True)
                 self._sweep(unneeded - self._find_live(self._list_roots()))

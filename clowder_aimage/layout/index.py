@@ -3,8 +3,13 @@
 Other tools do not lock, and may overwrite changes. Every name that aimage sets is first recorded
 in a separate file (``.aimage/names``). A name that is missing from the index is read from there,
 and restored by the next write. While the index is the one that aimage wrote last (index_stamp.py),
-it has all recorded names, and single entries are found in its text (index_text.py). The fingerprint
-changes when a name or a blob is added or removed.
+it has all recorded names, and single entries are found in its text (index_text.py).
+
+An index of more than ``SMALL`` entries is written seldom: until then, changes are in a list
+(pending_names.py), and reads apply it. If another program writes the index meanwhile, its entry of
+a name counts if it is neither the one before our change nor ours.
+
+The fingerprint changes when a name or a blob is added or removed.
 """
 
 from __future__ import annotations
@@ -14,46 +19,60 @@ import functools
 import os
 import stat
 import time
-from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from clowder_aimage.content.atomic_file import sync_directory
 from clowder_aimage.content.file_system import is_file_locked
+from clowder_aimage.content.mount import find_mount
 from clowder_aimage.content.open_directory import READ
 from clowder_aimage.content.store import LAYOUT_FILE
-from clowder_aimage.document.similarity import find_nearest
-from clowder_aimage.errors import FormatError, StoreError, UsageError
+from clowder_aimage.errors import AImageError, FormatError, StoreError, UsageError
+from clowder_aimage.layout.entry_name import build_key, get_name, is_named, list_spellings
+from clowder_aimage.layout.index_merge import find_lacking, merge_left, merge_theirs
 from clowder_aimage.layout.index_stamp import (
     IndexStamp,
+    IndexState,
     build_stamp,
-    is_current,
+    read_state,
     remove_stamp,
     write_stamp,
 )
-from clowder_aimage.layout.index_text import encode_index, find_lines, replace_lines
+from clowder_aimage.layout.index_text import (
+    FileText,
+    Text,
+    encode_index,
+    exchange_lines,
+    find_lines,
+    iter_entries,
+    replace_lines,
+)
 from clowder_aimage.layout.lock import (
     PRIVATE,
     check_version,
     hold_lock,
     make_directory,
-    open_regular,
     read_settled,
     translate_store_errors,
 )
 from clowder_aimage.layout.metadata import MetadataFiles, build_file_name, write_shared
-from clowder_aimage.oci import Digest, Reference, mediatype, read_json
-from clowder_aimage.oci.reference import DEFAULT_TAG
+from clowder_aimage.layout.pending_names import (
+    EntryDifference,
+    NameChange,
+    PendingNames,
+    begin_pending,
+    build_name,
+    list_pending_paths,
+    read_left,
+    read_pending,
+    remove_superseded,
+)
+from clowder_aimage.oci import Digest, mediatype, read_json
 
 _LOCK = "lock"
 MAX_INDEX_SIZE = 64 * 1024 * 1024
-# In order of preference: containerd's exports have only the tag as ref.name.
-_NAMES = (
-    mediatype.CONTAINERD_NAME,
-    mediatype.CONTAINERD_NAME_MISSPELT,
-    mediatype.REF_NAME,
-)
 _HINT = "another program wrote it; move it away to start with an empty index"
 # A file that changed within this time may change again with the same stamp: file systems have a
 # time resolution of up to two seconds, and a server's clock may differ.
@@ -62,88 +81,205 @@ _SETTLED = 5 * 10**9  # nanoseconds
 
 # Names that are edited without parsing the other entries
 _MAX_SINGLE = 16
+# Entries up to which an index is written with every change
+SMALL = 1000
+# Seconds, and times of the last duration, after which a large index is written again
+_MIN_INTERVAL, _MAX_SHARE = 1.0, 20
+# Seconds between two looks whether a change is complete, and their number
+_MOMENT, _MAX_WAITS = 0.01, 30
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class IndexFile:
     """An index as it was read.
 
-    A missing one has no stamp; one that aimage wrote last has no value, since it is not parsed.
+    A missing one has no stamp. ``value`` is that of the file alone. One that aimage wrote last has
+    none, since it is not parsed; with ``is_recorded`` each of its names has a record. ``pending``
+    has the changes since it was written, ``left`` those that it lacks, and ``last`` the file of
+    these, if another program wrote it. Methods raise OSError, and FormatError if another program
+    has written the file in place.
     """
 
-    raw: bytes
+    root: Path
+    text: Text
     stamp: IndexStamp | None
     value: dict[str, Any] | None
+    pending: PendingNames | None = None
+    last: PendingNames | None = None
+    left: Sequence[NameChange] = ()
+    is_recorded: bool = False
+
+    def read_text(self) -> bytes:
+        """Return the text of the file."""
+        raw = self.text[:]
+        self.check_unchanged()
+        return raw
+
+    def read_view(self) -> bytes:
+        """Return the text with the pending changes."""
+        raw = b"".join(self.iter_view())
+        self.check_unchanged()
+        return raw
+
+    def iter_view(self) -> Iterator[bytes]:
+        """Yield the text with the pending changes in parts. Call ``check_unchanged`` afterwards."""
+        changes = EntryDifference(self.pending.iter_changes() if self.pending is not None else ())
+        if not changes:
+            return iter((self.text[:],))
+        return exchange_lines(self.text, changes.removed, changes.list_added_texts())
+
+    def find(self, texts: Collection[str], *, is_digest: bool = False) -> list[Any]:
+        """Return the entries with one of these names, or digests, as a string, and perhaps others.
+
+        ``texts`` are all spellings of a name.
+        """
+        if self.is_recorded and self.pending is not None and not is_digest:
+            records = map(MetadataFiles(self.root, "names").get, sorted(texts))
+            return [record.get("entry") for record in records if record is not None]
+        entries = [line.entry for line in find_lines(self.text, texts)]
+        self.check_unchanged()
+        changes = EntryDifference() if self.pending is None else self.pending.find(texts)
+        for removed in changes.list_removed():
+            if removed in entries:
+                entries.remove(removed)
+        return entries + changes.list_added()
+
+    def is_unchanged(self) -> bool:
+        """Return True if no other program has written the file in place, replaced since or not."""
+        # Its time of change (ctime) differs once it is replaced
+        return (
+            self.stamp is None
+            or not isinstance(self.text, FileText)
+            or (build_stamp(os.fstat(self.text.fd))[1:3] == self.stamp[1:3])
+        )
+
+    def check_unchanged(self) -> None:
+        """Raise FormatError if another program has written the file in place."""
+        if not self.is_unchanged():
+            raise FormatError("another program is writing index.json", hint="try again")
 
 
 def read_index(root: Path) -> dict[str, Any]:
-    """Return the parsed index.json with the recorded names; an empty one without a store.
+    """Return the parsed index with the recorded names; an empty one without a store.
 
     Raises StoreError: it cannot be read, is not an index, or too large.
     """
-    return parse_index(root, read_index_file(root))
+    return _read_consistently(root, functools.partial(parse_index, root))
+
+
+def iter_index(root: Path) -> Iterator[Any]:
+    """Return an iterator, which parses a few entries together. Raises as ``read_index``."""
+
+    def begin(file: IndexFile) -> Iterator[Any]:
+        if file.value is None:
+            return iter_entries(file.read_view())
+        return iter(parse_index(root, file)["manifests"])
+
+    return _read_consistently(root, begin)
+
+
+def find_entries(root: Path, texts: Collection[str], *, is_digest: bool) -> list[Any]:
+    """Return the entries with one of these names, or digests, and perhaps others, in order.
+
+    ``texts`` are all spellings of a name. Raises as ``read_index`` does.
+    """
+
+    def find(file: IndexFile) -> list[Any]:
+        if file.value is None:
+            return file.find(texts, is_digest=is_digest)
+        entries: list[Any] = parse_index(root, file)["manifests"]
+        return entries
+
+    return _read_consistently(root, find)
+
+
+def _read_consistently(root: Path, read: Callable[[IndexFile], T]) -> T:
+    """Read an index, and again if another program writes it in place meanwhile."""
+    while True:
+        file = read_index_file(root)
+        try:
+            with translate_store_errors(root):
+                return read(file)
+        except FormatError as error:
+            if file.is_unchanged():
+                raise StoreError(error.message, **error.advice) from None
 
 
 def parse_index(root: Path, file: IndexFile) -> dict[str, Any]:
-    """Return the value of the file with the recorded names."""
-    if file.value is not None:
-        return _restore_names(root, file.value)[0]
-    return _parse(file.raw, root / "index.json")
+    """Return the value of the file with the pending changes and the recorded names.
 
-
-def find_entries(root: Path, texts: Collection[str]) -> list[Any]:
-    """Return the entries with one of these names or digests, and perhaps others, in order.
-
-    Raises as ``read_index`` does.
+    Raises FormatError: another program has written it since.
     """
-    file = read_index_file(root)
-    if file.value is not None:
-        entries: list[Any] = parse_index(root, file)["manifests"]
-        return entries
-    return [line.entry for line in find_lines(file.raw, texts)]
+    if file.value is None:
+        return _parse(file.read_view(), root / "index.json")
+    return _restore_names(root, _apply_changes(root, file, file.value))[0]
 
 
-def read_index_file(root: Path) -> IndexFile:
-    """Return the file, with its value unless aimage wrote it last. Raises as ``read_index``."""
+def _apply_changes(root: Path, file: IndexFile, value: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy of the value of a file that is compared with the records, with the changes."""
+    if file.pending is not None and file.pending.is_changed:
+        return _parse(file.read_view(), root / "index.json")
+    return value | {"manifests": merge_left(value["manifests"], file.left)}
+
+
+def read_index_file(root: Path, *, is_locked: bool = False) -> IndexFile:
+    """Return the file, with its value unless aimage wrote it last. Raises as ``read_index``.
+
+    ``is_locked`` states that the caller holds the lock of the index.
+    """
     path = root / "index.json"
     check_version(root)
     with translate_store_errors(root):
         try:
-            return read_settled(lambda: _read_file(path), path, FormatError)
+            read = functools.partial(_read_file, root, path, is_locked=is_locked)
+            return read_settled(read, path, FormatError)
         except FormatError as error:
             # The store is at fault, not the requested content.
             raise StoreError(error.message, **error.advice) from None
         except FileNotFoundError:
             if root.exists() and not root.is_dir():
                 raise NotADirectoryError(20, "Not a directory", str(root)) from None
-    value = {"schemaVersion": 2, "mediaType": mediatype.OCI_INDEX, "manifests": list[Any]()}
-    return IndexFile(b"", None, value)
+        value = {"schemaVersion": 2, "mediaType": mediatype.OCI_INDEX, "manifests": list[Any]()}
+        files = read_left(root)
+        left = find_lacking([], files, time.time_ns())
+        return IndexFile(root, b"", None, value, None, next(iter(files), None), left)
 
 
-def _read_file(path: Path) -> IndexFile:
-    with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
-        status = os.fstat(file.fileno())
+def _read_file(root: Path, path: Path, *, is_locked: bool) -> IndexFile:
+    for _ in range(_MAX_WAITS):
+        text = FileText(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
+        status = os.fstat(text.fd)
         if not stat.S_ISREG(status.st_mode):
             raise FormatError(f"{path} is not a regular file", hint=_HINT)
         if status.st_size > MAX_INDEX_SIZE:
             size = f"{status.st_size} bytes, the limit is {MAX_INDEX_SIZE}"
             raise FormatError(f"{path} is too large: {size}", hint=_HINT)
-        stamp, raw = build_stamp(status), file.read(MAX_INDEX_SIZE + 1)
+        stamp = build_stamp(status)
+        pending = read_pending(root, build_name(stamp))
         # Another tool may write in place since its status was read
-        if is_current(path.parent, stamp) and build_stamp(os.fstat(file.fileno())) == stamp:
-            return IndexFile(raw, stamp, None)
-        return IndexFile(raw, stamp, _parse(raw, path))
-
-
-def open_current(root: Path) -> int | None:
-    """Return a descriptor of the index if aimage wrote it last, else None. Raises StoreError."""
-    check_version(root)
-    with translate_store_errors(root), contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        fd = open_regular(root / "index.json")
-        if is_current(root, build_stamp(os.fstat(fd))):
-            return fd
-        os.close(fd)
-    return None
+        state = read_state(root, stamp)
+        if state is not IndexState.UNKNOWN and build_stamp(os.fstat(text.fd)) == stamp:
+            # A file of another host may disappear while it is open
+            content = text[:] if find_mount(root).is_network else text
+            is_recorded = state is IndexState.RECORDED
+            return IndexFile(root, content, stamp, None, pending, is_recorded=is_recorded)
+        if pending is None:
+            # That of an index that was replaced since may be removed
+            is_settled = read_index_stamp(root) == stamp
+        else:
+            # Another process may be about to append a change that it has recorded
+            is_settled = is_locked or not _is_locked(root)
+        if is_settled:
+            break
+        time.sleep(_MOMENT)
+    raw = text[:]
+    value = _parse(raw, path)
+    if pending is not None:
+        return IndexFile(root, raw, stamp, value, pending)
+    files = read_left(root)
+    left = find_lacking(value["manifests"], files, status.st_mtime_ns)
+    return IndexFile(root, raw, stamp, value, None, next(iter(files), None), left)
 
 
 def _parse(raw: bytes, path: Path) -> dict[str, Any]:
@@ -181,19 +317,37 @@ def _restore_names(root: Path, value: dict[str, Any]) -> tuple[dict[str, Any], b
     return value, is_complete
 
 
-def _record_moves(root: Path, entries: list[Any]) -> None:
-    """Record names that another tool has moved, so that their old targets are not restored."""
-    records = MetadataFiles(root, "names")
+def _record_moves(root: Path, entries: list[Any]) -> bool:
+    """Record names that another tool has moved, so that their old targets are not restored.
+
+    Return True if each entry has a name, and a record that has the entry.
+    """
+    records, is_recorded = MetadataFiles(root, "names"), True
     ours = records.list_names()
-    for entry in entries if ours else ():
+    for entry in entries:
         name = get_name(entry)
-        if build_file_name(name) not in ours:
-            continue
         # Of two entries with one name, the first counts.
+        if not name or build_file_name(name) not in ours:
+            is_recorded = False
+            continue
         ours.discard(build_file_name(name))
         recorded = (records.get(name) or {}).get("entry")
         if isinstance(recorded, dict) and recorded.get("digest") != entry.get("digest"):
             records.put(name, {"entry": entry}, durable=True)
+        elif recorded != entry:
+            is_recorded = False
+    return is_recorded
+
+
+def _are_recorded(root: Path, changes: Iterable[NameChange]) -> bool:
+    """Return True if the names of the changes have records that have the entries, and no others."""
+    records = MetadataFiles(root, "names")
+    for change in changes:
+        found = [records.get(text) for text in list_spellings(change.name)]
+        entries = [record.get("entry") for record in found if record is not None]
+        if entries != [change.new] * (change.new is not None):
+            return False
+    return True
 
 
 def _is_here(root: Path, entry: Any) -> bool:
@@ -205,78 +359,141 @@ def _is_here(root: Path, entry: Any) -> bool:
         return False
 
 
-def find_entry_name(annotations: Any) -> str:
-    """Return the name of an entry with these annotations; empty if it has none."""
-    if not isinstance(annotations, dict):
-        return ""
-    return next((str(annotations[key]) for key in _NAMES if annotations.get(key)), "")
-
-
-def find_similar_name(name: str, names: Iterable[str]) -> str | None:
-    """Return the name that resembles another one most, or None."""
-    return find_nearest(name, names, cutoff=0.7, suffix=f":{DEFAULT_TAG}")
-
-
-def get_name(entry: Any) -> str:
-    """Return the name of an entry; empty if it has none, or is malformed."""
-    return find_entry_name(entry.get("annotations")) if isinstance(entry, dict) else ""
-
-
-def is_same_name(name: str, reference: Reference) -> bool:
-    """Return True if an entry's name means ``reference`` (``model`` is ``model:latest``)."""
-    return bool(name) and _parse_name(name) == reference
-
-
-@functools.lru_cache(maxsize=4096)
-def _parse_name(name: str) -> Reference | None:
-    with contextlib.suppress(UsageError):
-        return Reference.parse(name)
-    return None
-
-
-def is_named(entry: Any, name: str) -> bool:
-    """Return True if an entry has a name, in aimage's form or that of another tool."""
-    entry_reference, reference = get_name(entry), _parse_name(name)
-    return entry_reference == name or (
-        reference is not None and is_same_name(entry_reference, reference)
-    )
-
-
-def list_spellings(name: str) -> set[str]:
-    """Return all texts of a name: ``model`` is ``model:latest``."""
-    reference = _parse_name(name)
-    if reference is None:
-        return {name}
-    is_short = reference.tag == DEFAULT_TAG and reference.digest is None
-    return {name, str(reference)} | ({reference.name} if is_short else set())
-
-
 @contextlib.contextmanager
-def edit_index(root: Path, names: Collection[str] | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the index for changes in place, and write it when the block ends.
+def edit_index(
+    root: Path, names: Collection[str] | None = None, *, is_deferred: bool = False
+) -> Iterator[dict[str, Any]]:
+    """Yield the index for changes in place, and write it or its list when the block ends.
 
     With ``names`` it may have only the entries of these names. Entries are replaced, and not
-    changed. Unknown fields and entries are kept. Concurrent changes by other tools are merged.
+    changed. Unknown fields and entries are kept. Concurrent changes by other tools are merged. With
+    ``is_deferred`` the caller calls ``write_pending`` later, for a large index.
     """
     with hold_lock(root, _LOCK):
         if not (root / "oci-layout").exists():
-            _replace(root, "oci-layout", LAYOUT_FILE)
+            _replace(root, "oci-layout", (LAYOUT_FILE,))
             with translate_store_errors(root):
                 sync_directory(root.parent)
-        file = read_index_file(root)
+        file = read_index_file(root, is_locked=True)
+        if file.value is None:
+            if file.pending is not None and file.pending.is_full:
+                _write_pending(root, file)
+                file = read_index_file(root, is_locked=True)
+        elif len(file.value["manifests"]) > SMALL and _is_locked(root):
+            # One of another program: then the change is listed, too, and compared with the next one
+            _write_whole(root, file)
+            file = read_index_file(root, is_locked=True)
         with translate_store_errors(root):
             remove_stamp(root)
         is_single = file.value is None and names is not None and len(names) <= _MAX_SINGLE
-        edit = _edit_lines(file, names or ()) if is_single else _edit_value(root, file)
-        with edit as edited:
+        with _edit_names(file, names or ()) if is_single else _edit_value(root, file) as edited:
             yield edited.value
-        written = _write(root, file, edited)
-        if written is not None and edited.is_complete and _is_alone(root):
-            write_stamp(root, written)
+        pending = file.pending
+        if file.stamp is None or pending is None or not _append(root, file, edited.changes):
+            _finish(root, file, edited)
+            return
+        is_recorded = file.is_recorded and _are_recorded(root, edited.changes)
+        write_stamp(root, file.stamp, is_recorded=is_recorded)
+        if not is_deferred and _is_wanted(file.stamp, pending, is_due=True):
+            # The change is durable: an error is left to the next write
+            with contextlib.suppress(OSError, AImageError):
+                _write_pending(root, file)
 
 
-def _is_alone(root: Path) -> bool:
-    """Return True if the lock that is held excludes other processes.
+def _finish(root: Path, file: IndexFile, edited: _Edited) -> None:
+    written = _write(root, file, edited)
+    if written is not None and edited.is_complete and _is_locked(root):
+        write_stamp(root, written, is_recorded=edited.is_recorded)
+
+
+def _append(root: Path, file: IndexFile, changes: Collection[NameChange]) -> bool:
+    """Append changes to the list, if that is possible. Raises StoreError, NoSpaceError."""
+    pending = file.pending
+    if pending is None or not changes or not _is_locked(root):
+        return False
+    count = pending.count + sum(change.growth for change in changes)
+    if count <= SMALL or not pending.accepts(changes, len(file.text), MAX_INDEX_SIZE):
+        return False
+    with translate_store_errors(root):
+        pending.append(changes)
+    return True
+
+
+def write_index(root: Path) -> int:
+    """Write the names that index.json lacks, and return their number, also of removed ones.
+
+    Raises StoreError, NoSpaceError.
+    """
+    if not (root / PRIVATE).is_dir():
+        return 0
+    with hold_lock(root, _LOCK):
+        file, changes = read_index_file(root, is_locked=True), EntryDifference()
+        if file.value is None:
+            if file.pending is not None and file.pending.is_changed:
+                changes = EntryDifference(file.pending.iter_changes())
+                _write_pending(root, file)
+        else:
+            changes.apply(file.value["manifests"], _write_whole(root, file)["manifests"])
+    entries = [*changes.list_removed(), *changes.list_added()]
+    return len({build_key(get_name(entry)) for entry in entries})
+
+
+def _write_whole(root: Path, file: IndexFile) -> dict[str, Any]:
+    """Write an index of another program with all names that it lacks, and return its value."""
+    with translate_store_errors(root):
+        remove_stamp(root)
+    with _edit_value(root, file) as edited:
+        pass
+    # Also if it lacks none: then it is not compared again
+    edited.build = lambda: (encode_index(edited.value),)
+    _finish(root, file, edited)
+    return edited.value
+
+
+def write_pending(root: Path, *, is_due: bool) -> None:
+    """Write an index that has a list of changes; with ``is_due`` only if that is due.
+
+    Raises StoreError, NoSpaceError.
+    """
+    # Without the lock at first: it is called often
+    if (stamp := read_index_stamp(root)) is None:
+        return
+    with translate_store_errors(root):
+        pending = read_pending(root, build_name(stamp))
+    if pending is None or not _is_wanted(stamp, pending, is_due=is_due):
+        return
+    with hold_lock(root, _LOCK):
+        file = read_index_file(root, is_locked=True)
+        stamp, pending = file.stamp, file.pending
+        # One of another program is written with the next change
+        if file.value is not None or stamp is None or pending is None:
+            return
+        if _is_wanted(stamp, pending, is_due=is_due):
+            _write_pending(root, file)
+
+
+def _is_wanted(stamp: IndexStamp, pending: PendingNames, *, is_due: bool) -> bool:
+    """Return True if an index lacks changes and, with ``is_due``, was not written recently."""
+    if not pending.is_changed:
+        return False
+    age = (time.time_ns() - stamp[2]) / 1e9
+    # A clock may have been wrong
+    return not (is_due and 0 <= age < max(_MIN_INTERVAL, _MAX_SHARE * pending.seconds))
+
+
+def _write_pending(root: Path, file: IndexFile) -> None:
+    """Write an index with its pending changes. Hold the lock. Raises StoreError, NoSpaceError."""
+
+    def build() -> Iterator[bytes]:
+        yield from file.iter_view()
+        file.check_unchanged()
+
+    is_recorded = file.is_recorded
+    _finish(root, file, _Edited({}, build, is_same=True, is_recorded=is_recorded))
+
+
+def _is_locked(root: Path) -> bool:
+    """Return True if the lock of the index is held, and excludes other processes.
 
     Where locks have no effect, another process may be writing an index without the last record.
     """
@@ -287,78 +504,173 @@ def _is_alone(root: Path) -> bool:
 
 @dataclass(slots=True)
 class _Edited:
-    """A yielded index: ``parts`` are its text at the end, or None if it is the one that was read.
+    """A yielded index.
 
-    ``base`` is the index that was read, unless it was not parsed. ``is_complete`` is True if no
-    recorded name is missing.
+    ``build`` returns the text in parts; it is None if the text is the same. With ``is_same`` it has
+    the pending changes, and no others. ``is_complete`` is True if no recorded name is missing,
+    ``is_recorded`` if each entry has a record. ``changes`` are those of single names, if they can
+    be appended.
     """
 
     value: dict[str, Any]
-    base: dict[str, Any] | None
-    parts: Sequence[bytes | memoryview] | None = None
+    build: Callable[[], Iterable[bytes | memoryview]] | None = None
+    changes: Sequence[NameChange] = ()
+    is_same: bool = False
     is_complete: bool = True
+    is_recorded: bool = False
 
 
 @contextlib.contextmanager
-def _edit_lines(file: IndexFile, names: Collection[str]) -> Iterator[_Edited]:
-    lines = [
-        line
-        for line in find_lines(file.raw, {text for name in names for text in list_spellings(name)})
-        if any(is_named(line.entry, name) for name in names)
-    ]
-    edited = _Edited({"manifests": [line.entry for line in lines]}, None)
+def _edit_names(file: IndexFile, names: Collection[str]) -> Iterator[_Edited]:
+    texts = {text for name in names for text in list_spellings(name)}
+    found = file.find(texts)
+    before = [entry for entry in found if any(is_named(entry, name) for name in names)]
+    edited = _Edited({"manifests": list(before)}, is_recorded=file.is_recorded)
     yield edited
-    before = [line.entry for line in lines]
-    if edited.value["manifests"] != before:
-        edited.parts = replace_lines(file.raw, lines, edited.value["manifests"])
+    after = edited.value["manifests"]
+    if after == before:
+        return
+
+    def build() -> Iterable[bytes | memoryview]:
+        raw = file.read_view()
+        found = find_lines(raw, texts)
+        lines = [line for line in found if any(is_named(line.entry, name) for name in names)]
+        # ``replace_lines`` compares the objects of entries
+        lines = [
+            replace(line, entry=next((old for old in before if old == line.entry), line.entry))
+            for line in lines
+        ]
+        return replace_lines(raw, lines, after)
+
+    edited.build = build
+    edited.changes = _list_changes(names, before, after)
+    edited.is_recorded = bool(edited.changes and edited.is_recorded) and _are_recorded(
+        file.root, edited.changes
+    )
+
+
+def _list_changes(
+    names: Collection[str], before: Sequence[Any], after: Sequence[Any]
+) -> list[NameChange]:
+    """Return the changes of names; none if one of them has several entries."""
+    changes = []
+    for name in {build_key(name): name for name in names}.values():
+        old = [entry for entry in before if is_named(entry, name)]
+        new = [entry for entry in after if is_named(entry, name)]
+        if len(old) > 1 or len(new) > 1:
+            return []
+        if old != new:
+            changes.append(NameChange(name, next(iter(old), None), next(iter(new), None)))
+    return changes
 
 
 @contextlib.contextmanager
 def _edit_value(root: Path, file: IndexFile) -> Iterator[_Edited]:
-    value = file.value or _parse(file.raw, root / "index.json")
-    base, is_complete = _copy(value), True
-    if file.value is not None:
-        _record_moves(root, value["manifests"])
+    path = root / "index.json"
+    if file.value is None:
+        value, base = _parse(file.read_view(), path), _parse(file.read_text(), path)
+        edited = _Edited(value)
+    else:
+        value, base = _apply_changes(root, file, file.value), file.value
+        is_recorded = _record_moves(root, value["manifests"])
         value, is_complete = _restore_names(root, value)
-    edited = _Edited(value, base, is_complete=is_complete)
+        edited = _Edited(value, is_complete=is_complete, is_recorded=is_recorded)
+    before = list(value["manifests"])
     yield edited
     if value != base or file.stamp is None:
-        edited.parts = [encode_index(value)]
+        edited.build = lambda: (encode_index(value),)
+    changes = _list_new(before, value["manifests"]) if edited.is_recorded else ()
+    edited.is_recorded = edited.is_recorded and _are_recorded(root, changes)
 
 
-def _copy(value: dict[str, Any]) -> dict[str, Any]:
-    return value | {"manifests": list(value["manifests"])}
+def _list_new(before: Sequence[Any], after: Sequence[Any]) -> Iterator[NameChange]:
+    """Yield the names whose entries are other objects."""
+    old, new = ({id(entry): entry for entry in entries} for entries in (before, after))
+    for entry in (old[key] for key in old.keys() - new.keys()):
+        if not any(is_named(other, get_name(entry)) for other in map(new.get, new.keys() - old)):
+            yield NameChange(get_name(entry), entry, None)
+    for entry in (new[key] for key in new.keys() - old.keys()):
+        yield NameChange(get_name(entry), None, entry)
+
+
+class _ReplacedError(Exception):
+    """Another program has written the index since it was read."""
 
 
 def _write(root: Path, file: IndexFile, edited: _Edited) -> IndexStamp | None:
     """Write the index, merged with changes by other tools; return its stamp if it is ours."""
-    stamp, parts = file.stamp, edited.parts
-    if parts is None:
-        return stamp if file.value is None else None
-    path, value, base = root / "index.json", None, edited.base
-    # Checked as late as possible: another tool's write would be lost.
-    while read_index_stamp(root) != stamp:
-        current = read_index_file(root)
-        value = value or _parse(b"".join(parts), path)
-        base = base or _parse(file.raw, path)
-        theirs = current.value or _parse(current.raw, path)
-        _merge(value["manifests"], base["manifests"], theirs["manifests"])
-        base, stamp, parts = theirs, current.stamp, [encode_index(value)]
-    return _replace(root, "index.json", *parts)
+    if edited.build is None:
+        return file.stamp if file.value is None else None
+    previous = file.pending or file.last
+    new = _NewIndex(root, edited.build, file.stamp, previous, is_same=edited.is_same)
+    with contextlib.suppress(_ReplacedError):
+        return new.write()
+    edited.is_recorded = False
+    path = root / "index.json"
+    value = _parse(b"".join(edited.build()), path)
+    base = file.value or _parse(file.read_text(), path)
+    while True:
+        current = read_index_file(root, is_locked=True)
+        theirs = current.value or _parse(current.read_text(), path)
+        merge_theirs(value["manifests"], base["manifests"], theirs["manifests"])
+        base = theirs
+        new = _NewIndex(root, lambda: (encode_index(value),), current.stamp, previous)
+        with contextlib.suppress(_ReplacedError):
+            return new.write()
 
 
-def _merge(ours: list[Any], base: list[Any], theirs: list[Any]) -> None:
-    """Add to ``ours`` entries that another tool added or renamed after ``base`` was read."""
-    for entry in theirs:
-        if entry in base:
-            continue
-        name = get_name(entry)
-        indexes = [i for i, old in enumerate(ours) if name and is_named(old, name)]
-        if not indexes:
-            ours.append(entry)
-        elif ours[indexes[0]] in base:
-            # If this process changed the entry, too, its change wins.
-            ours[indexes[0]] = entry
+@dataclass(slots=True)
+class _NewIndex:
+    """An index that replaces the one with a stamp, of which ``previous`` has the changes.
+
+    With ``is_same`` it is that one with these changes, and no others.
+    """
+
+    root: Path
+    build: Callable[[], Iterable[bytes | memoryview]]
+    stamp: IndexStamp | None
+    previous: PendingNames | None
+    is_same: bool = False
+    _count: int = 0
+    _begun: PendingNames | None = None
+
+    def write(self) -> IndexStamp | None:
+        """Write it, begin the list of its changes if it is large, and return its stamp.
+
+        Raises _ReplacedError, StoreError, NoSpaceError.
+        """
+        started = time.monotonic()
+        try:
+            parts = self._iter_parts()
+            stamp = _replace(self.root, "index.json", parts, on_written=self._begin)
+        except BaseException:
+            if self._begun is not None:
+                self._begun.remove()
+            raise
+        with contextlib.suppress(OSError, AImageError):
+            if self._begun is not None:
+                self._begun.confirm(time.monotonic() - started)
+            remove_superseded(self.root, self._begun)
+        return stamp
+
+    def _iter_parts(self) -> Iterator[bytes | memoryview]:
+        # A line before the entries, and two after them
+        self._count = -2
+        for part in self.build():
+            self._count += bytes(part).count(b"\n")
+            yield part
+
+    def _begin(self, status: os.stat_result) -> None:
+        # Checked as late as possible: another tool's write would be lost.
+        if read_index_stamp(self.root) != self.stamp:
+            raise _ReplacedError
+        if self._count > SMALL and _is_locked(self.root):
+            # Without a list the index is written again with each change
+            with contextlib.suppress(OSError, AImageError):
+                name, previous = build_name(build_stamp(status)), self.previous
+                self._begun = begin_pending(
+                    self.root, name, self._count, previous, is_same=self.is_same
+                )
 
 
 def read_index_stamp(root: Path) -> IndexStamp | None:
@@ -368,18 +680,32 @@ def read_index_stamp(root: Path) -> IndexStamp | None:
     return None
 
 
-def _replace(root: Path, name: str, *parts: bytes | memoryview) -> IndexStamp | None:
+def _replace(
+    root: Path,
+    name: str,
+    parts: Iterable[bytes | memoryview],
+    *,
+    on_written: Callable[[os.stat_result], object] | None = None,
+) -> IndexStamp | None:
     """Replace a file, and return its stamp unless another program has replaced it since."""
-    path, timestamp = root / name, time.time_ns()
-    size = sum(map(len, parts))
-    if size > MAX_INDEX_SIZE:
-        raise StoreError(
-            f"{path} would have {size} bytes, the limit is {MAX_INDEX_SIZE}",
-            hint="remove names that are no longer needed",
-        )
+    path, timestamp, size = root / name, time.time_ns(), 0
+
+    def iter_parts() -> Iterator[bytes | memoryview]:
+        nonlocal size
+        for part in parts:
+            size += len(part)
+            if size > MAX_INDEX_SIZE:
+                raise StoreError(
+                    f"{path} would have more than {size} bytes, the limit is {MAX_INDEX_SIZE}",
+                    hint="remove names that are no longer needed",
+                )
+            yield part
+
     with translate_store_errors(root):
         private = make_directory(root, PRIVATE)
-        write_shared(path, *parts, directory=private, time_ns=timestamp)
+        write_shared(
+            path, iter_parts(), directory=private, time_ns=timestamp, on_written=on_written
+        )
         status = os.stat(path)
     is_ours = status.st_mtime_ns == timestamp and status.st_size == size
     return build_stamp(status) if is_ours else None
@@ -403,7 +729,8 @@ def _list_watched(root: Path) -> list[str]:
     blobs = os.path.join(root, "blobs")
     algorithms = sorted(os.listdir(blobs)) if os.path.isdir(blobs) else []
     names = (os.path.join(root, "index.json"), os.path.join(root, PRIVATE, "names"), blobs)
-    return [*names, *(os.path.join(blobs, name) for name in algorithms)]
+    paths = (os.path.join(blobs, name) for name in algorithms)
+    return [*names, *list_pending_paths(root), *paths]
 
 
 def _read_change(path: str) -> tuple[int, int, int, int, int] | None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Collection, Iterator
+import weakref
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,8 +14,8 @@ from clowder_aimage.errors import FormatError
 from clowder_aimage.oci import read_json
 
 _SEPARATOR = b",\n"
-# Bytes that are compared together
-_CHUNK = 64 * 1024
+# Bytes that are compared or searched together, and those that are written
+_CHUNK, _PIECE = 64 * 1024, 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +39,7 @@ def _encode_field(key: str, item: Any) -> str:
     return "[\n" + ",\n".join(map(json.dumps, item)) + "\n]"
 
 
-def find_lines(raw: bytes, texts: Collection[str]) -> list[EntryLine]:
+def find_lines(raw: Text, texts: Collection[str]) -> list[EntryLine]:
     """Return the entries that have one of these texts as a string, in the order of the index.
 
     ``raw`` is the result of ``encode_index`` or ``replace_lines``.
@@ -47,12 +49,10 @@ def find_lines(raw: bytes, texts: Collection[str]) -> list[EntryLine]:
     for text in texts:
         encoded, position = json.dumps(text).encode(), body_start
         while (position := raw.find(encoded, position, body_end)) >= 0:
-            start = raw.rindex(b"\n", 0, position) + 1
-            end = raw.index(b"\n", position)
-            position = end
-            if raw[end - 1 : end] == b",":
-                end -= 1
-            lines[start] = EntryLine(start, end, read_json(raw[start:end], "index.json"))
+            start = raw.rfind(b"\n", 0, position) + 1
+            position = raw.find(b"\n", position)
+            line = raw[start:position].removesuffix(b",")
+            lines[start] = EntryLine(start, start + len(line), read_json(line, "index.json"))
     return [lines[start] for start in sorted(lines)]
 
 
@@ -94,12 +94,44 @@ def _cut(raw: bytes, start: int, end: int) -> memoryview:
 
 
 def iter_entries(raw: bytes) -> Iterator[Any]:
-    """Yield the entries of a text, one after the other."""
+    """Yield the entries of a text, a few of which are parsed together."""
     position, end = _find_body(raw)
     while position < end:
-        line_end = raw.index(b"\n", position)
-        yield from _parse_lines(raw[position:line_end])
-        position = line_end + 1
+        part_end = raw.find(b"\n", min(position + _CHUNK, end))
+        part = raw[position : min(part_end, end)].rstrip(b",")
+        yield from read_json(b"[" + part + b"]", "index.json")
+        position = part_end + 1
+
+
+def exchange_lines(
+    text: Text, removed: Mapping[bytes, int], added: Collection[bytes]
+) -> Iterator[bytes]:
+    """Yield parts of the text without some entries, and with others at the end.
+
+    The entries are texts. ``removed`` states how often each one is removed.
+    """
+    position, end = _find_body(text)
+    yield text[:position]
+    counts, is_first = Counter(removed), True
+    while position < end:
+        part_end = min(text.find(b"\n", min(position + _PIECE, end)), end)
+        part = text[position:part_end].rstrip(b",")
+        position = part_end + 1
+        if counts:
+            lines = []
+            for line in part.split(_SEPARATOR):
+                if counts[line] > 0:
+                    counts[line] -= 1
+                else:
+                    lines.append(line)
+            part = _SEPARATOR.join(lines)
+        if part:
+            yield part if is_first else _SEPARATOR + part
+            is_first = False
+    for entry in added:
+        yield entry if is_first else _SEPARATOR + entry
+        is_first = False
+    yield text[end:]
 
 
 class Text(Protocol):
@@ -115,10 +147,14 @@ class Text(Protocol):
 
 
 class FileText:
-    """The text of an open file, whose parts are read when they are needed. Raises OSError."""
+    """The text of an open file, whose parts are read when they are needed. Raises OSError.
+
+    The file is closed with it, or when it is no longer used.
+    """
 
     def __init__(self, fd: int) -> None:
         self.fd, self._size = fd, os.fstat(fd).st_size
+        self.close = weakref.finalize(self, os.close, fd)
 
     def __len__(self) -> int:
         return self._size

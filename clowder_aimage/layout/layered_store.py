@@ -7,8 +7,8 @@ from itertools import chain
 from pathlib import Path
 
 from clowder_aimage.errors import NotFoundError
+from clowder_aimage.layout.entry_name import is_same_name
 from clowder_aimage.layout.entry_reader import EntryReader
-from clowder_aimage.layout.index import is_same_name
 from clowder_aimage.layout.ingest import build_blob_path, is_file
 from clowder_aimage.layout.layout import ImageLayout, index_name
 from clowder_aimage.layout.lease import FileLease

@@ -34,17 +34,22 @@ from clowder_aimage.errors import (
     StoreError,
     VerificationError,
 )
+from clowder_aimage.layout.entry_name import (
+    get_name,
+    is_named,
+    is_same_name,
+    list_spellings,
+)
 from clowder_aimage.layout.entry_reader import EntryReader
 from clowder_aimage.layout.group_commit import GroupCommit
 from clowder_aimage.layout.index import (
     compute_fingerprint,
     edit_index,
     find_entries,
-    get_name,
-    is_named,
-    is_same_name,
-    list_spellings,
+    iter_index,
     read_index,
+    write_index,
+    write_pending,
 )
 from clowder_aimage.layout.ingest import (
     FileIngest,
@@ -97,6 +102,8 @@ class ImageLayout(ContentStore):
         self._existed = False
         self._batch: GroupCommit | None = None
         self._joining = threading.Lock()
+        # A process that runs long writes a large index by ``write_pending``, not with its changes
+        self.defers_index = False
 
     @property
     def roots(self) -> tuple[Path, ...]:
@@ -211,14 +218,15 @@ class ImageLayout(ContentStore):
     def iter_entries(self) -> Iterator[tuple[str, Descriptor]]:
         """Yield all entries of index.json; the name is empty for an entry without one."""
         self._check_exists()
-        yield from _iter_parsed(read_index(self.root)["manifests"])
+        yield from _iter_parsed(iter_index(self.root))
 
     def iter_candidates(self, reference: Reference) -> Iterator[tuple[str, Descriptor]]:
         """Yield the entries that ``reference`` may mean, and perhaps others, in order."""
         self._check_exists()
         digest = reference.digest
         texts = list_spellings(str(reference)) if digest is None else {str(digest)}
-        yield from _iter_parsed(find_entries(self.root, texts))
+        found = find_entries(self.root, texts, is_digest=digest is not None)
+        yield from _iter_parsed(found)
 
     def iter_malformed(self) -> Iterator[tuple[int, str]]:
         """Yield the positions of malformed entries of index.json, with their errors."""
@@ -445,8 +453,8 @@ class ImageLayout(ContentStore):
         The blobs' directories are synchronised first, so that the index never names content that a
         power failure could undo.
         """
-        # The order survives a crash at any point: blobs, record of the name, index. A name whose
-        # record exists is restored.
+        # The order survives a crash at any point: blobs, record of the name, index or its list of
+        # changes. A name whose record exists is restored.
         document = parse_document(self.read(content), content.media_type)
         self._sync_blobs()
         entry = document.descriptor.to_json() | {"digest": str(content.digest)}
@@ -458,7 +466,7 @@ class ImageLayout(ContentStore):
             entry["annotations"][mediatype.PARTIAL] = "true"
         before, moved = self._names.get(name), list[Any]()
         try:
-            with edit_index(self.root, [name]) as index:
+            with edit_index(self.root, [name], is_deferred=self.defers_index) as index:
                 moved = [old for old in index["manifests"] if is_named(old, name)]
                 entry = _replace(index["manifests"], entry, name)
                 is_elsewhere = self.locate(content) != build_blob_path(self.root, content)
@@ -512,6 +520,20 @@ class ImageLayout(ContentStore):
             if digest in (None, descriptor.digest)
         }
 
+    def write_index(self) -> int:
+        """Write the names that index.json lacks, and return their number, also of removed ones.
+
+        Raises StoreError, NoSpaceError.
+        """
+        return write_index(self.root)
+
+    def write_pending(self, *, is_due: bool = False) -> None:
+        """Write a large index whose changes are in a list; with ``is_due`` not too often.
+
+        Raises StoreError, NoSpaceError.
+        """
+        write_pending(self.root, is_due=is_due)
+
     def remove_names(self, names: Mapping[str, Digest]) -> set[str]:
         """Remove names, as in index.json, that still refer to these manifests, and return them.
 
@@ -521,7 +543,7 @@ class ImageLayout(ContentStore):
             return set()
         removed: dict[str, dict[str, Any]] = {}
         try:
-            with edit_index(self.root, names) as index:
+            with edit_index(self.root, names, is_deferred=self.defers_index) as index:
                 removed_entries = [
                     entry for entry in index["manifests"] if _is_entry_of(entry, names)
                 ]

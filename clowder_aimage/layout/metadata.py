@@ -11,7 +11,7 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +80,9 @@ class MetadataFiles:
         data = json.dumps({"key": key} | value).encode()
         with translate_store_errors(self._root):
             make_directory(self._root, PRIVATE, self._kind)
-            write_shared(os.path.join(self._directory, build_file_name(key)), data, durable=durable)
+            write_shared(
+                os.path.join(self._directory, build_file_name(key)), (data,), durable=durable
+            )
 
     def restore(self, key: str, value: dict[str, Any] | None) -> None:
         """Write back the result of ``get``. Raises StoreError or NoSpaceError."""
@@ -110,14 +112,17 @@ def build_file_name(key: str) -> str:
 
 def write_shared(
     path: str | Path,
-    *parts: bytes | memoryview,
+    parts: Iterable[bytes | memoryview],
+    *,
     durable: bool = True,
     directory: Path | None = None,
     time_ns: int | None = None,
+    on_written: Callable[[os.stat_result], object] | None = None,
 ) -> None:
     """Replace a file of the store by ``parts``, shared with the directory's group. Raises OSError.
 
-    ``time_ns`` becomes its time of change, if the file system accepts that.
+    ``time_ns`` becomes its time of change, if the file system accepts that. ``on_written`` is
+    called with its status before it gets its name.
     """
     final = Path(path)
     prepare = functools.partial(share, directory=final.parent, mode=0o664)
@@ -129,3 +134,5 @@ def write_shared(
         if time_ns is not None:
             with contextlib.suppress(OSError):
                 os.utime(to.fileno(), ns=(time_ns, time_ns))
+        if on_written is not None:
+            on_written(os.fstat(to.fileno()))

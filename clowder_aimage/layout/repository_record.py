@@ -168,7 +168,7 @@ class RepositoryRecords:
         with translate_store_errors(self._root):
             self._make_parent(path)
             # The temporary file is where collections remove those of killed processes
-            write_shared(path, data, directory=self._root / PRIVATE)
+            write_shared(path, (data,), directory=self._root / PRIVATE)
 
     def _remove(self, path: str) -> None:
         check_own(self._root, _KIND)

@@ -118,7 +118,7 @@ def _keep(store: ImageLayout, stored: StoredAImage, aimage: AImage, lease: Lease
     record = {"packed": str(stored.descriptor.digest), "unpacked": manifest.descriptor.to_json()}
     directory = make_directory(store.root, PRIVATE, UNPACKED)
     path = os.path.join(directory, stored.descriptor.digest.encoded)
-    write_shared(path, json.dumps(record).encode())
+    write_shared(path, (json.dumps(record).encode(),))
 
 
 def _read_record(path: Path) -> tuple[str, Descriptor] | None:

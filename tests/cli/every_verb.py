@@ -34,6 +34,7 @@ CALLS: dict[str, tuple[tuple[str, ...], int]] = {
     "export": (("tiny", "exported"), 0),
     "gc": ((), 0),
     "help": ((), 0),
+    "index": ((), 0),
     "login": ((REGISTRY, "-u", "user", "-p", "password"), 2),
     "logout": ((REGISTRY,), 2),
     "ls": ((), 0),

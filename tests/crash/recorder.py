@@ -11,6 +11,7 @@ torn     ... and if that is a write, do half of it first
 full     fail the allocating call of this number with a full disk
 ever     ... and all later ones; of a write, half still fits
 locks    false: flock has no effect
+large    an index of any size is large: it is written after this number of seconds
 after    kill the process after this number of seconds
 """
 
@@ -352,11 +353,20 @@ def _become(order: dict[str, Any]) -> NoReturn:
     sys.argv = ["aimage", *order["argv"]]
     if not order.get("locks", True):
         fcntl.flock = lambda fd, operation: None
+    if "large" in order:
+        make_large(order["large"])
     Layer(order).install()
     code = run()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # the interpreter would look at the objects of all modules once more
+
+
+def make_large(interval: float) -> None:
+    """Take an index of any size for a large one, which is written after an interval in seconds."""
+    from clowder_aimage.layout import index
+
+    index.SMALL, index._MIN_INTERVAL, index._MAX_SHARE = 0, interval, 0
 
 
 def _wait(pid: int, after: float | None) -> int:

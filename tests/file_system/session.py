@@ -1,8 +1,9 @@
 """Run verbs on a store whose file system refuses calls: ``python -m tests.file_system.session``.
 
 The process is started with ``refuse.c`` preloaded. It reads orders from stdin, a JSON object per
-line: ``refuse`` and ``top`` for the library, ``home`` and ``host`` for the verbs. Each order runs
-in a process forked from this one. The answer is a JSON list: verb, exit code, stdout and stderr.
+line: ``refuse`` and ``top`` for the library, ``home`` and ``host`` for the verbs; with ``large`` an
+index of any size is a large one. Each order runs in a process forked from this one. The answer is a
+JSON list: verb, exit code, stdout and stderr.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import sys
 from pathlib import Path
 
+from tests.crash.recorder import make_large
 from tests.process import Aimage
 
 # Every verb that touches a store; {host} is a registry, {home} a directory on the file system.
@@ -48,6 +50,9 @@ gc --grace 0
 gc --grace 0 --max-size 1 --keep m:v1
 verify
 ls --json
+index
+index --store {home}/loaded
+index --store {home}/pulled
 """.strip().splitlines()
 
 
@@ -72,6 +77,8 @@ def main() -> None:
         child = os.fork()
         if not child:
             os.environ["REFUSE_TOP"] = order["home"]
+            if order.get("large"):
+                make_large(3600.0)
             Path(order["answer"]).write_text(json.dumps(run(order)))
             os._exit(0)
         sys.stdout.write(f"{os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])}\n")

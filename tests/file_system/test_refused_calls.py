@@ -106,9 +106,12 @@ class Session:
     count: int = 0
 
     def run(
-        self, refusals: str, first: str = VERBS[0]
+        self, refusals: str, first: str = VERBS[0], large: str = ""
     ) -> tuple[Path, list[tuple[str, int, str, str]]]:
-        """Run all verbs, refuse calls from ``first`` on; return their directory and results."""
+        """Run all verbs, refuse calls from ``first`` on; return their directory and results.
+
+        With ``large`` each index is a large one.
+        """
         self.count += 1
         home = self.directory / str(self.count)
         home.mkdir()
@@ -119,6 +122,7 @@ class Session:
         order = {
             "refuse": " ".join(numbers),
             "first": first,
+            "large": large,
             "home": str(home),
             "host": self.host + f"/{self.count}",
             "model": str(self.model),
@@ -160,14 +164,14 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
 
 
 @pytest.fixture(scope="module")
-def check(session: Session) -> Callable[[str], None]:
+def check(session: Session) -> Callable[..., None]:
     """Return a check that the verbs do on such a file system what they do on others."""
     usual_home, usual = session.run("")
     assert [code for _, code, _, _ in usual] == [0] * len(VERBS), [one for one in usual if one[1]]
     assert {limits_of(usual)} == {frozenset()}
 
-    def compare(refusals: str) -> None:
-        home, results = session.run(refusals)
+    def compare(refusals: str, large: str = "") -> None:
+        home, results = session.run(refusals, large=large)
         failed = [result for result in results if result[1] or "Traceback" in result[3]]
         assert failed == []
         assert limits_of(results) == expect(refusals)
@@ -207,13 +211,21 @@ def files(home: Path) -> dict[str, bytes]:
 
 @pytest.mark.integration
 @pytest.mark.parametrize("share", SHARES)
-def test_all_verbs_work_on_a_share(check: Callable[[str], None], share: str) -> None:
+def test_all_verbs_work_on_a_share(check: Callable[..., None], share: str) -> None:
     check(SHARES[share])
 
 
 @pytest.mark.integration
+@pytest.mark.parametrize("share", ["local", *SHARES])
+def test_all_verbs_work_with_a_list_of_changes_on_a_share(
+    check: Callable[..., None], share: str
+) -> None:
+    check(SHARES.get(share, ""), large="yes")
+
+
+@pytest.mark.integration
 @pytest.mark.parametrize("refusals", pair())
-def test_all_verbs_work_without_pairs_of_calls(check: Callable[[str], None], refusals: str) -> None:
+def test_all_verbs_work_without_pairs_of_calls(check: Callable[..., None], refusals: str) -> None:
     check(refusals)
 
 
@@ -244,5 +256,5 @@ def test_a_fault_is_a_clear_error(session: Session, fault: str, first: str) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("refusal", SINGLES)
-def test_all_verbs_work_without_a_call(check: Callable[[str], None], refusal: str) -> None:
+def test_all_verbs_work_without_a_call(check: Callable[..., None], refusal: str) -> None:
     check(refusal)

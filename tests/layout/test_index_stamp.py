@@ -69,13 +69,13 @@ def test_records_of_other_names_are_not_read(
     for verb in verbs:
         with count_reads(monkeypatch) as names:
             verb()
-        assert len(names) <= 1
+        assert len(set(names)) <= 1
     write_in_place(store, read_value(store))
     counts = []
     for name in ("second:v1", "third:v1"):
         with count_reads(monkeypatch) as names:
             store.tag(model.descriptor, parse(name))
-        counts.append(len(names))
+        counts.append(len(set(names)))
     assert counts[0] >= 30
     assert counts[1] <= 1
 
@@ -283,10 +283,10 @@ def test_a_name_is_kept_where_locks_have_no_effect(
     monkeypatch.setattr(fcntl, "flock", lambda *_: None)
     replace = index_module._replace
 
-    def replace_late(*arguments: Any) -> Any:
+    def replace_late(*arguments: Any, **options: Any) -> Any:
         monkeypatch.setattr(index_module, "_replace", replace)
         store.tag(model.descriptor, parse("theirs:v1"))
-        return replace(*arguments)
+        return replace(*arguments, **options)
 
     monkeypatch.setattr(index_module, "_replace", replace_late)
     store.tag(model.descriptor, parse("ours:v1"))

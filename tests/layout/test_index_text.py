@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from collections import Counter
 from pathlib import Path
@@ -84,7 +85,7 @@ def test_changes_between_files_are_those_between_their_texts(
             for file, text in zip((first, second), texts, strict=True):
                 file.write(text)
                 file.flush()
-                files.append(FileText(file.fileno()))
+                files.append(FileText(os.dup(file.fileno())))
             assert find_changes(*files) == find_changes(*texts)
             for needle in (b"\n", b"\n]", b"sha256", b"missing"):
                 assert files[0].find(needle) == texts[0].find(needle)

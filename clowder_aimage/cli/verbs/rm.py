@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from itertools import islice
 
 import click
 
@@ -80,7 +81,7 @@ def _collect(layout: ImageLayout, is_freed: bool) -> dict[str, object]:
         done = Collector(layout).run()
         remark(f"freed {format_size(done.size)} ({format_count(done.blobs, 'blob')})")
         return {"freed": done.size}
-    if sum(1 for _ in layout.list_tags()) > _MANY:
+    if sum(1 for _ in islice(layout.list_tags(), _MANY + 1)) > _MANY:
         remark("to free content that no other name needs: aimage gc")
         return {}
     # 'aimage gc' reports the error.
