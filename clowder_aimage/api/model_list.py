@@ -22,7 +22,6 @@ from clowder_aimage.generation.request import LoraUse
 from clowder_aimage.http.api_error import ApiError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.completeness import check_completeness
-from clowder_aimage.layout.entry_name import is_same_name
 from clowder_aimage.layout.gc import Collector
 from clowder_aimage.layout.layout import index_name
 from clowder_aimage.layout.snapshot import find_descriptor
