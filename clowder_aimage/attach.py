@@ -32,10 +32,9 @@ from clowder_aimage.errors import (
     UsageError,
 )
 from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference, mediatype
+from clowder_aimage.oci.artifact import EMPTY, build_artifact
 from clowder_aimage.registry import ClientOptions, Repository
 
-EMPTY = b"{}"
-_EMPTY = Descriptor.of(mediatype.OCI_EMPTY, EMPTY)
 _LAYER = "application/octet-stream"
 # The grammar of a media type's parts: RFC 6838, 4.2.
 _NAME = r"[A-Za-z0-9][A-Za-z0-9!#$&^_.+-]{0,126}"
@@ -108,7 +107,7 @@ def attach(
     layers = [_build_descriptor(file) for file in files]
     with Repository(reference, connection) as repository:
         subject = repository.resolve(reference)
-        manifest = build(artifact_type, layers, subject, annotations or {})
+        manifest = build_artifact(artifact_type, layers, subject, annotations or {})
         documents = {manifest.digest: manifest.raw, manifest.config.digest: EMPTY}
         source = Overlay(_Files(layers, files), manifest.descriptor, documents)
         name, connections = (
@@ -188,27 +187,6 @@ def _write(source: Source, layer: Descriptor, path: Path, on_event: OnEvent) -> 
         advice = ADVICE.get(error.errno or 0)
         raise kind(f"cannot write {path}: {error.strerror or error}", hint=advice) from None
     on_event(CopyEvent("done", layer, layer.size))
-
-
-def build(
-    artifact_type: str,
-    layers: Sequence[Descriptor],
-    subject: Descriptor,
-    annotations: Mapping[str, str],
-    config: Descriptor = _EMPTY,
-) -> Manifest:
-    """Build the manifest of an artifact: a config, the files as layers, and its subject."""
-    document = {
-        "schemaVersion": 2,
-        "mediaType": mediatype.OCI_MANIFEST,
-        "artifactType": artifact_type,
-        "config": config.to_json(),
-        "layers": [layer.to_json() for layer in layers],
-        "subject": Descriptor(subject.media_type, subject.digest, subject.size).to_json(),
-    }
-    if annotations:
-        document["annotations"] = dict(annotations)
-    return Manifest.build(document)
 
 
 def _build_descriptor(file: Path) -> Descriptor:

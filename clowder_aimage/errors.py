@@ -10,7 +10,8 @@
     │   │   └── StuckError                  ... and a call that reads it does not end
     │   ├── FormatError            exit 5   bytes do not parse as their media type
     │   │   └── NoPictureError              ... an artifact that was to have a picture has none
-    │   └── VerificationError      exit 5   bytes do not match their digest
+    │   ├── VerificationError      exit 5   bytes do not match their digest
+    │   └── SignatureError         exit 5   no signature of an expected signer
     └── AccessError                content could not be read or written
         ├── NotFoundError          exit 3   the name or digest does not exist
         ├── UnauthorizedError      exit 4   the registry requires (other) credentials
@@ -130,6 +131,12 @@ class NoPictureError(FormatError):
 
 class VerificationError(ContentError):
     """Bytes do not match the expected size or digest."""
+
+    exit_code = 5
+
+
+class SignatureError(ContentError):
+    """Content has no signature of an expected signer."""
 
     exit_code = 5
 

@@ -50,6 +50,7 @@ GROUPS = {
         "resolve": ("resolve", "Print the digest of a name in a registry."),
         "tags": ("tags", "List the tags of a repository in a registry."),
         "attach": ("attach", "Attach files to an artifact in a registry."),
+        "sign": ("sign", "Sign an AImage."),
         "referrers": ("referrers", "List the artifacts attached to an artifact."),
         "adapters": ("adapters", "List the adapters of a model."),
         "repo": ("repo", "List the repositories of a registry."),

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from clowder_aimage.attach import build
 from clowder_aimage.content import ContentStore, OnEvent, Overlay, Source, copy, read_all
 from clowder_aimage.content.copy_option import ignore
 from clowder_aimage.errors import FormatError, NotFoundError, UsageError
 from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference, mediatype, read_json
+from clowder_aimage.oci.artifact import build_artifact
 from clowder_aimage.oci.manifest import encode, parse_document
 from clowder_aimage.pictures.generated_picture import GeneratedPicture
 from clowder_aimage.registry import ClientOptions, Repository
@@ -80,7 +80,7 @@ def push_pictures(
     layers = [picture.layer for picture in pictures]
     config = encode_picture_config(pictures)
     config_descriptor = Descriptor.of(mediatype.AIMAGE_PICTURE_CONFIG, config)
-    manifest = build(mediatype.AIMAGE_PICTURE, layers, subject, {}, config_descriptor)
+    manifest = build_artifact(mediatype.AIMAGE_PICTURE, layers, subject, {}, config_descriptor)
     blobs = {layer.digest: made.data for layer, made in zip(layers, pictures, strict=True)}
     documents = blobs | {manifest.digest: manifest.raw, config_descriptor.digest: config}
     source = Overlay(store, manifest.descriptor, documents)

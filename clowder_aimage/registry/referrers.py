@@ -56,16 +56,20 @@ def build_tag(subject: Digest) -> str:
     return f"{subject.algorithm[:32]}-{subject.encoded[:64]}"
 
 
-def list_referrers(session: Session, subject: Digest, artifact_type: str = "") -> list[Descriptor]:
+def list_referrers(
+    session: Session, subject: Digest, artifact_type: str = "", limit: int | None = None
+) -> list[Descriptor]:
     """Return the referrers of ``subject``, of one artifact type if given.
 
-    Raises RegistryError, NetworkError, UnauthorizedError, or FormatError.
+    Raises RegistryError, also if there are more than ``limit``; NetworkError, UnauthorizedError, or
+    FormatError.
     """
-    answer = _request_entries(session, subject, artifact_type)
+    answer = _request_entries(session, subject, artifact_type, limit)
     listed = answer.entries
     # An API may ignore the subjects of manifests, and their clients then use the tag.
     if not listed and not session.has_referrers_api:
         listed = _list_tagged(session, subject, answer.refusal)
+        _check_count(len(listed), subject, limit)
     unique = {entry.digest: entry for entry in listed if entry.digest != subject}
     if not artifact_type:
         return list(unique.values())
@@ -143,7 +147,14 @@ def is_referrers_index(document: Manifest | Index, subject: Digest) -> bool:
     )
 
 
-def _request_entries(session: Session, subject: Digest, artifact_type: str = "") -> _ApiAnswer:
+def _check_count(count: int, subject: Digest, limit: int | None) -> None:
+    if limit is not None and count > limit:
+        raise RegistryError(f"{subject} has over {limit} referrers")
+
+
+def _request_entries(
+    session: Session, subject: Digest, artifact_type: str = "", limit: int | None = None
+) -> _ApiAnswer:
     """Return the answer of the referrers API. Raises the error of an outage or a broken list."""
     if session.has_referrers_api is False:
         return _ApiAnswer([], RegistryError("the registry does not have the referrers API"))
@@ -153,6 +164,7 @@ def _request_entries(session: Session, subject: Digest, artifact_type: str = "")
     try:
         for raw, kind in iter_pages(session, url, f"referrers of {subject}", mediatype.OCI_INDEX):
             entries = (entries or []) + _parse_entries(raw, kind, subject)
+            _check_count(len(entries), subject, limit)
     except (NotFoundError, UnauthorizedError, RegistryError, FormatError, BrokenOffError) as error:
         is_outage = isinstance(error, RegistryError) and (
             error.status in _OUTAGES | {0} or error.retry_after > 0

@@ -275,9 +275,14 @@ class Repository(Target, AbstractContextManager["Repository"]):
         """Return all tags of the repository in the registry's order (end-8a, end-8b)."""
         return listing.list_tags(self._session, self._name)
 
-    def list_referrers(self, subject: Digest, artifact_type: str = "") -> list[Descriptor]:
-        """Return the manifests with ``subject``, of one type if given (end-12)."""
-        return referrers.list_referrers(self._session, subject, artifact_type)
+    def list_referrers(
+        self, subject: Digest, artifact_type: str = "", limit: int | None = None
+    ) -> list[Descriptor]:
+        """Return the manifests with ``subject``, of one type if given (end-12).
+
+        Raises RegistryError if there are more than ``limit``, of which no more pages are read.
+        """
+        return referrers.list_referrers(self._session, subject, artifact_type, limit)
 
     def iter_referrers(self, subject: Digest) -> Iterator[tuple[int, Digest, Descriptor]]:
         """Yield level, subject and descriptor of the referrers of ``subject``, and of theirs.

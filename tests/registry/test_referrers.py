@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from clowder_aimage.attach import attach, build
+from clowder_aimage.attach import attach
 from clowder_aimage.content.graph import build_referrer_entry
 from clowder_aimage.errors import FormatError, NotFoundError, RegistryError, UsageError
 from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference, mediatype, parse_document
+from clowder_aimage.oci.artifact import build_artifact
 from clowder_aimage.oci.manifest import encode
 from clowder_aimage.registry import ClientOptions, Repository
 from clowder_aimage.registry.referrers import build_tag, with_entry
@@ -179,7 +180,7 @@ def test_the_referrers_tag_of_a_subject() -> None:
 
 def test_an_entry_has_the_artifact_type_and_annotations() -> None:
     about = Descriptor(mediatype.OCI_MANIFEST, DIGEST, len(SUBJECT))
-    made = build(SBOM, [], about, {"a": "b"})
+    made = build_artifact(SBOM, [], about, {"a": "b"})
     assert build_referrer_entry(made.descriptor, made).to_json() == {
         "mediaType": mediatype.OCI_MANIFEST,
         "digest": str(made.digest),

@@ -111,6 +111,8 @@ REMEDIES = {
     "rewrite: aimage tag {reference} {name}:TAG && aimage push {name}:TAG",
     "denied_manifest": "the account may lack permission, or the registry refuses this type of "
     "manifest: then push with --dialect container",
+    "sign": "its signer attaches one with 'aimage sign'",
+    "sign_files": "pull it first, or sign its manifest without --as oms",
     "unclear_refusal": "the registry may refuse this type of manifest: push with "
     "--dialect container",
     "replace_keys": "name the right root key with --root-key, or replace the key set with "

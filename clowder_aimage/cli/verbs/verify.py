@@ -3,35 +3,142 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from clowder_aimage.cli.console.example import examples
+from clowder_aimage.cli.console.example import NAME, examples
 from clowder_aimage.cli.console.option import (
     daemon_connection_options,
     get_settings,
+    in_section,
     verb,
 )
 from clowder_aimage.cli.console.output import format_count, format_size, print_result
 from clowder_aimage.cli.console.progress import Progress
+from clowder_aimage.cli.console.signer_option import (
+    SECTION,
+    file_path,
+    read_signers,
+    signer_options,
+)
 from clowder_aimage.cli.console.stored_name import stored_arguments
-from clowder_aimage.errors import VerificationError
+from clowder_aimage.errors import SignatureError, UsageError, VerificationError
 from clowder_aimage.layout.fsck import FsckProblem, FsckReport
 from clowder_aimage.oci import Reference
 
+if TYPE_CHECKING:
+    from clowder_aimage.trust.acceptance import AcceptedSignature
 
-@examples("aimage verify", "aimage verify shapes --repair")
+
+@examples(
+    "aimage verify",
+    "aimage verify shapes --repair",
+    f"aimage verify {NAME} --signature --key signer.pub",
+    "aimage verify --directory model --bundle model.sig --key signer.pub",
+)
 @verb
 @stored_arguments(required=False)
 @click.option("--repair", is_flag=True, help="Fetch damaged and missing blobs again.")
+@in_section(
+    SECTION,
+    click.option(
+        "--signature",
+        is_flag=True,
+        help="Check who has signed REF..., in the store or else in its registry.",
+    ),
+    click.option(
+        "--directory",
+        metavar="DIR",
+        type=click.Path(exists=True, file_okay=False, path_type=Path),
+        help="Check the files of DIR with the signature in --bundle (OpenSSF Model Signing).",
+    ),
+    click.option("--bundle", metavar="FILE", type=file_path, help="The signature of --directory."),
+)
+@signer_options
 @daemon_connection_options
-def verify(references: tuple[Reference, ...], repair: bool) -> int:
+def verify(
+    references: tuple[Reference, ...],
+    repair: bool,
+    signature: bool,
+    directory: Path | None,
+    bundle: Path | None,
+    **expected: Any,
+) -> int:
     """Read and hash every byte of REF..., else of the whole store.
 
     The exit code is 5 if blobs are damaged or missing, or manifests cannot be read. With --repair
     they are fetched again from the registry in the name that needs them; a damaged blob that
     nothing needs is removed.
+
+    With --signature the signatures of REF are checked instead, and with --directory those of files.
+    The exit code is 5 if none is of an expected signer.
     """
+    if signature or directory is not None:
+        if repair:
+            raise UsageError("--repair cannot be combined with --signature or --directory")
+        return _check_signatures(references, directory, bundle, expected)
+    if bundle is not None or any(expected.values()):
+        raise UsageError("options of signatures require --signature or --directory")
+    return _check_content(references, repair)
+
+
+def _check_signatures(
+    references: tuple[Reference, ...],
+    directory: Path | None,
+    bundle: Path | None,
+    expected: dict[str, Any],
+) -> int:
+    from datetime import UTC, datetime
+
+    from clowder_aimage.check_signature import check_directory, check_signature
+
+    signers, now = read_signers(**expected), datetime.now(UTC)
+    if directory is not None:
+        if references or bundle is None:
+            raise UsageError("--directory requires --bundle, and no REF")
+        accepted = check_directory(directory, bundle, signers, now)
+        print_result(
+            {"directory": str(directory), **accepted.to_json()}, _format_signature(accepted)
+        )
+        return 0
+    if bundle is not None or not references:
+        raise UsageError("--signature requires REF, and --bundle requires --directory")
+    chosen = get_settings()
+    connection = None if signers.offline else chosen.build_client_options()
+    values, lines = list[dict[str, Any]](), list[str]()
+    for reference in references:
+        report = check_signature(chosen.layout, reference, connection, signers, now)
+        lines += [
+            f"{reference}: {_format_signature(accepted)}" for accepted in report.accepted
+        ] or [f"{reference}: no signature of an expected signer"]
+        lines += [f"  not accepted: {reason}" for reason in report.reasons]
+        values.append(
+            {
+                "reference": str(reference),
+                "digest": str(report.subject.digest),
+                "signatures": [accepted.to_json() for accepted in report.accepted],
+                "refused": report.reasons,
+            }
+        )
+    print_result(values, lines)
+    return 0 if all(value["signatures"] for value in values) else SignatureError.exit_code
+
+
+def _format_signature(accepted: AcceptedSignature) -> str:
+    """Return by whom, since when, in which form and over what a signature is."""
+    issuer = f" by {accepted.issuer}" if accepted.issuer else ""
+    since = f"{accepted.time:%Y-%m-%d %H:%M} UTC" if accepted.time else "at an unknown time"
+    files = f"{format_count(accepted.files, 'file')} of " if accepted.files else ""
+    over = f"{files}{accepted.subject}" if accepted.subject else files.removesuffix(" of ")
+    return (
+        f"signed by {accepted.method} {accepted.signer}{issuer}, {since}, as {accepted.format}, "
+        f"over {over}"
+    )
+
+
+def _check_content(references: tuple[Reference, ...], repair: bool) -> int:
     from clowder_aimage.verify import repair as repair_store
     from clowder_aimage.verify import verify as check
 

@@ -1,0 +1,1 @@
+"""Signatures: their formats, signers, and the decision which of them count."""

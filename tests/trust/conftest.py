@@ -1,0 +1,33 @@
+"""A small model in a store and in a registry."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.abridged import abridge
+from tests.process import Aimage
+from tests.store import copy_store
+
+
+@pytest.fixture(scope="session")
+def small_store(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Path:
+    """Return a store with a model as ``small``, which has one tensor of each network."""
+    home = tmp_path_factory.mktemp("small")
+    here = Aimage(home, home / "store")
+    here("create", "small", abridge(tiny, home / "model"), "-q")
+    return here.store
+
+
+@pytest.fixture
+def pushed(aimage: Callable[..., Aimage], small_store: Path, repository: str) -> Any:
+    """Return the command line on a store with a model that its registry has, too, as ``name``."""
+    here: Any = aimage()
+    copy_store(small_store, here.store)
+    here.name = f"{repository}:v1"
+    here("tag", "small", here.name, "-q")
+    here("push", here.name, "-q")
+    return here

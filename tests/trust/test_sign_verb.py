@@ -1,0 +1,165 @@
+"""``sign`` and ``verify --signature``, in a registry and in the store."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clowder_aimage.content import build_bytes_body
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.oci import Descriptor, Reference, mediatype
+from clowder_aimage.oci.manifest import encode
+from clowder_aimage.registry import ClientOptions, Repository
+from tests.process import run
+from tests.trust.key_files import write_key
+
+
+@pytest.mark.parametrize("form", ["bundle", "cosign-tag", "oms"])
+@pytest.mark.parametrize("place", [(), ("--local",)])
+def test_what_is_signed_verifies(
+    pushed: Any, tmp_path: Path, form: str, place: tuple[str, ...]
+) -> None:
+    private, public = write_key(tmp_path, "signer")
+    other = write_key(tmp_path, "other")[1]
+    signed = pushed("sign", pushed.name, "--key", private, "--as", form, *place)
+    assert signed.line.startswith("sha256:")
+    check = ("verify", pushed.name, "--signature", "--json", "--key")
+    (report,) = pushed(*check, public).value
+    assert [entry["format"] for entry in report["signatures"]] == [form]
+    assert pushed(*check, other, code=5).value[0]["signatures"] == []
+
+
+def test_an_exported_model_verifies_with_the_signature_of_its_files(
+    pushed: Any, tmp_path: Path
+) -> None:
+    private, public = write_key(tmp_path, "signer")
+    signature, model = tmp_path / "model.sig", tmp_path / "model"
+    pushed("sign", "small", "--key", private, "--as", "oms", "-o", signature)
+    pushed("export", "small", model)
+    check = ("verify", "--directory", model, "--bundle", signature, "--key", public)
+    assert "over " in pushed(*check).line
+    config = next(model.rglob("config.json"))
+    (model / "more").mkdir()
+    (model / "more" / "link").symlink_to(config)
+    assert "'more/link' is a link" in pushed(*check, code=5).err
+    (model / "more" / "link").unlink()
+    (model / "linked").symlink_to(model / "more")
+    assert "'linked' is a link" in pushed(*check, code=5).err
+    (model / "linked").unlink()
+    config.write_bytes(config.read_bytes() + b" ")
+    assert "other bytes than the signed ones" in pushed(*check, code=5).err
+
+
+def test_an_index_is_signed_with_its_manifests(pushed: Any, tmp_path: Path) -> None:
+    private, public = write_key(tmp_path, "signer")
+    name = pushed.name.rpartition(":")[0]
+    first = pushed("resolve", pushed.name).line
+    layout = ImageLayout(pushed.store)
+    child = layout.resolve(Reference.parse(pushed.name))
+    index = encode(
+        {"schemaVersion": 2, "mediaType": mediatype.OCI_INDEX, "manifests": [child.to_json()]}
+    )
+    with Repository(Reference.parse(name), ClientOptions(docker_config=tmp_path)) as repository:
+        content = Descriptor.of(mediatype.OCI_INDEX, index)
+        repository.push(content, build_bytes_body(index), Reference.parse(f"{name}:all"))
+    pushed("verify", f"{name}:all", "--signature", "--key", public, code=5)
+    assert len(pushed("sign", f"{name}:all", "--key", private).out.split()) == 2
+    for target in (f"{name}:all", f"{name}@{content.digest}", f"{name}@{first}"):
+        pushed("verify", target, "--signature", "--key", public)
+
+
+def test_a_command_signs_with_a_key_elsewhere(pushed: Any, tmp_path: Path) -> None:
+    private, public = write_key(tmp_path, "signer")
+    command = f"openssl dgst -sha256 -sign {private}"
+    pushed("sign", pushed.name, "--key", public, "--key-command", command)
+    pushed("verify", pushed.name, "--signature", "--key", public)
+    other = write_key(tmp_path, "other")[1]
+    wrong = pushed("sign", pushed.name, "--key", other, "--key-command", command, code=2)
+    assert "does not verify with the public key" in wrong.err
+    failed = pushed("sign", pushed.name, "--key", public, "--key-command", "false", code=4)
+    assert "the command false has not signed: exit code 1" in failed.err
+    pushed("sign", pushed.name, "--key", public, "--key-command", "no-such-program", code=2)
+
+
+def test_an_encrypted_key_needs_its_password(pushed: Any, tmp_path: Path) -> None:
+    private, public = write_key(tmp_path, "signer", b"open sesame")
+    assert "AIMAGE_KEY_PASSWORD" in pushed("sign", pushed.name, "--key", private, code=2).err
+    pushed.environment["AIMAGE_KEY_PASSWORD"] = "open sesame"
+    pushed("sign", pushed.name, "--key", private)
+    pushed("verify", pushed.name, "--signature", "--key", public)
+
+
+def test_signatures_travel_with_a_recursive_copy(
+    pushed: Any, repository: str, tmp_path: Path
+) -> None:
+    private, public = write_key(tmp_path, "signer")
+    pushed("sign", pushed.name, "--key", private)
+    pushed("copy", "-r", pushed.name, f"{repository}-copy:v1", "-q")
+    pushed("verify", f"{repository}-copy:v1", "--signature", "--key", public)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("sign", "x"), "missing option --key"),
+        (("sign", "x", "--keyless", "--as", "cosign-tag"), "--keyless cannot be combined"),
+        (("sign", "x", "--key", "KEY", "-o", "x.sig"), "--output requires --as oms"),
+        (("sign", "x", "--key", "PUBLIC"), "is not a private key"),
+        (("verify", "x", "--signature"), "missing option --key or --identity"),
+        (("verify", "x", "--key", "PUBLIC"), "require --signature"),
+        (("verify", "x", "--signature", "--key", "KEY"), "is not a public key"),
+        (("verify", "x", "--signature", "--identity", "a@b"), "requires either --issuer"),
+        (("verify", "--signature", "--key", "PUBLIC"), "--signature requires REF"),
+        (("verify", "x", "--signature", "--repair", "--key", "PUBLIC"), "--repair cannot be"),
+    ],
+)
+def test_options_that_contradict_each_other(
+    aimage: Any, tmp_path: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    private, public = write_key(tmp_path, "signer")
+    files = {"KEY": private, "PUBLIC": public}
+    assert message in aimage()(*(files.get(word, word) for word in arguments), code=2).err
+
+
+@pytest.mark.integration
+def test_model_signing_verifies_our_signatures_and_we_verify_its(
+    pushed: Any, tmp_path: Path
+) -> None:
+    from model_signing import signing, verifying
+
+    private, public = write_key(tmp_path, "signer")
+    signature, model = tmp_path / "ours.sig", tmp_path / "small"
+    pushed("sign", "small", "--key", private, "--as", "oms", "-o", signature)
+    pushed("export", "small", model)
+    judge = verifying.Config().use_elliptic_key_verifier(public_key=public)
+    judge.verify(model, signature)
+    theirs = tmp_path / "theirs.sig"
+    signing.Config().use_elliptic_key_signer(private_key=private).sign(model, theirs)
+    check = ("verify", "--directory", model, "--key", public, "--bundle")
+    pushed(*check, theirs)
+    # It also counts for the AImage, whose files are compared.
+    kind = "application/vnd.dev.sigstore.bundle.v0.3+json"
+    pushed("attach", pushed.name, theirs, "--type", kind)
+    (report,) = pushed("verify", pushed.name, "--signature", "--key", public, "--json").value
+    assert report["signatures"][0]["format"] == "oms"
+    next(model.rglob("config.json")).write_bytes(b"{}")
+    pushed(*check, theirs, code=5)
+    with pytest.raises(ValueError, match="Hash mismatch"):
+        judge.verify(model, signature)
+
+
+@pytest.mark.integration
+def test_a_copy_by_skopeo_still_verifies(
+    pushed: Any, skopeo: str, repository: str, tmp_path: Path
+) -> None:
+    private, public = write_key(tmp_path, "signer")
+    pushed("sign", pushed.name, "--key", private, "--as", "cosign-tag")
+    digest = pushed("resolve", pushed.name).line
+    old = digest.replace(":", "-") + ".sig"
+    source, target = pushed.name.rpartition(":")[0], f"{repository}-copy"
+    flags = ("--src-tls-verify=false", "--dest-tls-verify=false", "-q")
+    for tag in ("v1", old):
+        run([skopeo, "copy", *flags, f"docker://{source}:{tag}", f"docker://{target}:{tag}"])
+    pushed("verify", f"{target}:v1", "--signature", "--key", public)
