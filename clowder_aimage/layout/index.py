@@ -81,6 +81,8 @@ _SETTLED = 5 * 10**9  # nanoseconds
 
 # Names that are edited without parsing the other entries
 _MAX_SINGLE = 16
+# Bytes of an index that is read at once
+_MAX_WHOLE = 1024 * 1024
 # Entries up to which an index is written with every change
 SMALL = 1000
 # Seconds, and times of the last duration, after which a large index is written again
@@ -194,10 +196,10 @@ def find_entries(root: Path, texts: Collection[str], *, is_digest: bool) -> list
     return _read_consistently(root, find)
 
 
-def _read_consistently(root: Path, read: Callable[[IndexFile], T]) -> T:
+def _read_consistently(root: Path, read: Callable[[IndexFile], T], *, is_locked: bool = False) -> T:
     """Read an index, and again if another program writes it in place meanwhile."""
     while True:
-        file = read_index_file(root)
+        file = read_index_file(root, is_locked=is_locked)
         try:
             with translate_store_errors(root):
                 return read(file)
@@ -260,8 +262,11 @@ def _read_file(root: Path, path: Path, *, is_locked: bool) -> IndexFile:
         # Another tool may write in place since its status was read
         state = read_state(root, stamp)
         if state is not IndexState.UNKNOWN and build_stamp(os.fstat(text.fd)) == stamp:
-            # A file of another host may disappear while it is open
-            content = text[:] if find_mount(root).is_network else text
+            # A file of another host may disappear while it is open, and a small one is needed whole
+            is_whole = status.st_size <= _MAX_WHOLE or find_mount(root).is_network
+            content = text[:] if is_whole else text
+            if is_whole and build_stamp(os.fstat(text.fd))[1:3] != stamp[1:3]:
+                continue
             is_recorded = state is IndexState.RECORDED
             return IndexFile(root, content, stamp, None, pending, is_recorded=is_recorded)
         if pending is None:
@@ -374,19 +379,11 @@ def edit_index(
             _replace(root, "oci-layout", (LAYOUT_FILE,))
             with translate_store_errors(root):
                 sync_directory(root.parent)
-        file = read_index_file(root, is_locked=True)
-        if file.value is None:
-            if file.pending is not None and file.pending.is_full:
-                _write_pending(root, file)
-                file = read_index_file(root, is_locked=True)
-        elif len(file.value["manifests"]) > SMALL and _is_locked(root):
-            # One of another program: then the change is listed, too, and compared with the next one
-            _write_whole(root, file)
-            file = read_index_file(root, is_locked=True)
+        file, before = _begin_edit(root, names)
         with translate_store_errors(root):
             remove_stamp(root)
-        is_single = file.value is None and names is not None and len(names) <= _MAX_SINGLE
-        with _edit_names(file, names or ()) if is_single else _edit_value(root, file) as edited:
+        single = None if before is None else _edit_names(file, names or (), before)
+        with single or _edit_value(root, file) as edited:
             yield edited.value
         pending = file.pending
         if file.stamp is None or pending is None or not _append(root, file, edited.changes):
@@ -398,6 +395,43 @@ def edit_index(
             # The change is durable: an error is left to the next write
             with contextlib.suppress(OSError, AImageError):
                 _write_pending(root, file)
+
+
+def _begin_edit(
+    root: Path, names: Collection[str] | None
+) -> tuple[IndexFile, Sequence[Any] | None]:
+    """Return the index, and the entries of ``names`` if it is not parsed. Hold the lock."""
+    is_prepared = False
+    while True:
+        file = read_index_file(root, is_locked=True)
+        try:
+            if not is_prepared:
+                is_prepared = True
+                if _prepare(root, file):
+                    continue
+            is_single = file.value is None and names is not None and len(names) <= _MAX_SINGLE
+            return file, _find_named(file, names) if names is not None and is_single else None
+        except FormatError as error:
+            # Another program has written it in place
+            if file.is_unchanged():
+                raise StoreError(error.message, **error.advice) from None
+
+
+def _prepare(root: Path, file: IndexFile) -> bool:
+    """Write an index whose list cannot take a change; return True if it was written."""
+    if file.value is None:
+        if is_full := file.pending is not None and file.pending.is_full:
+            _write_pending(root, file)
+        return is_full
+    # One of another program: a change of it is compared with the next index of such a program
+    if is_large := len(file.value["manifests"]) > SMALL and _is_locked(root):
+        _write_whole(root, file)
+    return is_large
+
+
+def _find_named(file: IndexFile, names: Collection[str]) -> list[Any]:
+    found = file.find({text for name in names for text in list_spellings(name)})
+    return [entry for entry in found if any(is_named(entry, name) for name in names)]
 
 
 def _finish(root: Path, file: IndexFile, edited: _Edited) -> None:
@@ -426,14 +460,18 @@ def write_index(root: Path) -> int:
     """
     if not (root / PRIVATE).is_dir():
         return 0
-    with hold_lock(root, _LOCK):
-        file, changes = read_index_file(root, is_locked=True), EntryDifference()
-        if file.value is None:
-            if file.pending is not None and file.pending.is_changed:
-                changes = EntryDifference(file.pending.iter_changes())
-                _write_pending(root, file)
-        else:
+
+    def write(file: IndexFile) -> EntryDifference:
+        changes = EntryDifference()
+        if file.value is not None:
             changes.apply(file.value["manifests"], _write_whole(root, file)["manifests"])
+        elif file.pending is not None and file.pending.is_changed:
+            changes = EntryDifference(file.pending.iter_changes())
+            _write_pending(root, file)
+        return changes
+
+    with hold_lock(root, _LOCK):
+        changes = _read_consistently(root, write, is_locked=True)
     entries = [*changes.list_removed(), *changes.list_added()]
     return len({build_key(get_name(entry)) for entry in entries})
 
@@ -462,14 +500,16 @@ def write_pending(root: Path, *, is_due: bool) -> None:
         pending = read_pending(root, build_name(stamp))
     if pending is None or not _is_wanted(stamp, pending, is_due=is_due):
         return
-    with hold_lock(root, _LOCK):
-        file = read_index_file(root, is_locked=True)
-        stamp, pending = file.stamp, file.pending
+
+    def write(file: IndexFile) -> None:
         # One of another program is written with the next change
-        if file.value is not None or stamp is None or pending is None:
+        if file.value is not None or file.stamp is None or file.pending is None:
             return
-        if _is_wanted(stamp, pending, is_due=is_due):
+        if _is_wanted(file.stamp, file.pending, is_due=is_due):
             _write_pending(root, file)
+
+    with hold_lock(root, _LOCK):
+        _read_consistently(root, write, is_locked=True)
 
 
 def _is_wanted(stamp: IndexStamp, pending: PendingNames, *, is_due: bool) -> bool:
@@ -521,15 +561,15 @@ class _Edited:
 
 
 @contextlib.contextmanager
-def _edit_names(file: IndexFile, names: Collection[str]) -> Iterator[_Edited]:
-    texts = {text for name in names for text in list_spellings(name)}
-    found = file.find(texts)
-    before = [entry for entry in found if any(is_named(entry, name) for name in names)]
+def _edit_names(
+    file: IndexFile, names: Collection[str], before: Sequence[Any]
+) -> Iterator[_Edited]:
     edited = _Edited({"manifests": list(before)}, is_recorded=file.is_recorded)
     yield edited
     after = edited.value["manifests"]
     if after == before:
         return
+    texts = {text for name in names for text in list_spellings(name)}
 
     def build() -> Iterable[bytes | memoryview]:
         raw = file.read_view()

@@ -15,45 +15,47 @@ _MOMENT = 5 * 10**9
 
 
 def find_lacking(
-    entries: Sequence[Any], files: Iterable[PendingNames], written_ns: int
+    entries: Sequence[Any], files: Sequence[PendingNames], written_ns: int
 ) -> list[NameChange]:
     """Return the changes that another program's index lacks, in order.
 
-    These are the ones since the last index of aimage was written. Earlier ones are lacking, too, if
-    that program had read an index before them: then it has none of them. A single one may also have
-    been undone on purpose, unless it is recent.
+    That program had read one of the last indexes of aimage, to which its names are most alike, and
+    has none of the later changes. If the last index differs by a single name more, that may also
+    have been moved back on purpose, unless it is recent.
 
     Args:
         entries: The entries of that index.
         files: The lists of changes, the last one first.
         written_ns: The time of that index, in nanoseconds.
     """
-    digests: dict[Hashable, set[Any]] = {}
-    for entry in entries:
-        if name := get_name(entry):
-            digests.setdefault(build_key(name), set()).add(get_digest(entry))
-    changes, is_written, later_ns = list[NameChange](), False, 0
-    for file in files:
-        net = _collapse(file.iter_changes())
-        is_recent = abs(written_ns - later_ns) < _MOMENT
-        if is_written and not _lacks(digests, net.values(), is_recent=is_recent):
-            break
-        changes = [*net.values(), *changes]
-        is_written, later_ns = is_written or file.is_begun, file.time_ns
-    return changes
+    groups = [_collapse(file.iter_changes()) for file in files]
+    names = {name for group in groups for name in group}
+    digests: dict[Hashable, set[Any]] = {name: set() for name in names}
+    for entry in entries if names else ():
+        if (found := digests.get(build_key(get_name(entry)))) is not None:
+            found.add(get_digest(entry))
+    counts = [_count_differences(digests, groups, base) for base in range(len(groups))]
+    base = counts.index(min(counts)) if counts else 0
+    is_written = all(file.is_begun for file in files[:base])
+    if base and counts[0] - counts[base] == 1 and is_written:
+        base = base if abs(written_ns - files[0].time_ns) < _MOMENT else 0
+    return [change for group in reversed(groups[: base + 1]) for change in group.values()]
 
 
-def _lacks(
-    digests: Mapping[Hashable, set[Any]], changes: Iterable[NameChange], *, is_recent: bool
-) -> bool:
-    """Return True if the index with these digests of names has none of the changes."""
-    before = after = 0
-    for change in changes:
-        old, new = get_digest(change.old), get_digest(change.new)
-        found = digests.get(build_key(change.name), {None})
-        before += old in found and new not in found
-        after += new in found and old not in found
-    return not after and (before > 1 or is_recent or not before)
+def _count_differences(
+    digests: Mapping[Hashable, set[Any]],
+    groups: Sequence[Mapping[Hashable, NameChange]],
+    base: int,
+) -> int:
+    """Return how many names have other digests than in the index before the changes of a group."""
+    values: dict[Hashable, Any] = {}
+    for group in groups[:base]:
+        values |= {name: get_digest(change.old) for name, change in group.items()}
+    values |= {name: get_digest(change.old) for name, change in groups[base].items()}
+    for group in groups[base + 1 :]:
+        for name, change in group.items():
+            values.setdefault(name, get_digest(change.new))
+    return sum(value not in (digests[name] or {None}) for name, value in values.items())
 
 
 def _collapse(changes: Iterable[NameChange]) -> dict[Hashable, NameChange]:
