@@ -16,7 +16,7 @@ from clowder_aimage.model.adapter_source import (
     AdapterSource,
     ControlSource,
 )
-from clowder_aimage.model.flow.array_library import ArrayLibrary
+from clowder_aimage.model.flow.array_library import ArrayLibrary, DeviceMemory
 from clowder_aimage.model.library_choice import NO_TUNING, TorchTuning
 from clowder_aimage.model.loader import load_pipeline
 from clowder_aimage.model.pipeline import Image, Pipeline, PipelineEvent, Step
@@ -66,6 +66,11 @@ class RunnableModel:
     def device_memory(self) -> int | None:
         """Return the usable memory of the GPU in bytes, or None."""
         return self._library.memory.total
+
+    @property
+    def memory(self) -> DeviceMemory:
+        """Return the memory of the device."""
+        return self._library.memory
 
     @property
     def warning(self) -> str | None:

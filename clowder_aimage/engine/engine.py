@@ -35,6 +35,7 @@ from clowder_aimage.engine.compute_deadline import (
     compute_picture_limit,
 )
 from clowder_aimage.engine.event import (
+    ComputedEvent,
     Event,
     EventLog,
     ImageEvent,
@@ -564,6 +565,8 @@ class Engine:
     ) -> Emit:
         """Return a function that counts the events of pictures and passes them on."""
         started = previous = self._clock()
+        # When the last step of a picture ended
+        finished: dict[int, float] = {}
         measured = self._times.estimate(model.key, parameters)
         digest = str(request.stored.descriptor.digest) if request.stored is not None else ""
 
@@ -578,12 +581,16 @@ class Engine:
             timestamp = self._clock()
             if isinstance(event, StartedEvent):
                 model.loras = parameters.adapters.loras
+            elif isinstance(event, ComputedEvent):
+                self._scheduler.free(request)
+                return
             elif isinstance(event, Step):
+                finished[event.picture] = timestamp
                 self.metrics.steps.observe(timestamp - previous)
                 request.count_step(event, timestamp - started, parameters.output.n)
                 limit(max(measured, request.seconds))
             elif isinstance(event, ImageEvent):
-                record("decode", timestamp - previous)
+                record("decode", timestamp - finished.pop(event.picture, previous))
                 request.has_output = True
                 event = replace(event, digest=digest)
             previous = timestamp

@@ -8,9 +8,10 @@ to be unloaded. Everything runs on one event loop; ``arrange`` is called after e
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,8 @@ from clowder_aimage.model.text.runtime import find_runtime
 from clowder_aimage.oci import Digest, Reference
 
 _log = logging.getLogger("aimage.worker")
+# Models that sleep; each has a context on the GPU, and copies in the machine's memory
+_MAX_ASLEEP = 2
 # Models whose refusal is remembered
 _MAX_REFUSED = 1000
 
@@ -67,6 +70,8 @@ class ModelScheduler:
     _refused: dict[Digest, UnrunnableError] = field(default_factory=dict)
     # Of the device; 0 if it is not a GPU
     _device_memory: int = 0
+    # Models of pictures take memory that this machine's models do not share: that of a GPU
+    _is_discrete: bool = False
     # The compute type of image models, once one was loaded
     _dtype: str | None = None
     # The seconds of loads
@@ -168,21 +173,44 @@ class ModelScheduler:
     @property
     def room(self) -> int | None:
         """The bytes for a further model beside the loaded ones; None if they are unknown."""
-        models, budget = [*map(self._describe, self.list_loaded())], self.budget
-        most = self._limits.models
+        on_device = self._is_discrete
+        models = [self._describe_beside(each, on_device) for each in self.list_loaded()]
+        most, budget = self._limits.models, self._find_budget(on_device)
         if most is not None and sum(model.counts for model in models) >= most:
             return 0
         if budget is None:
             return None
-        reserve = self._compute_reserve(*self.list_loaded())
+        reserve = 0 if on_device else self._compute_reserve(*self.list_loaded())
         return max(0, budget - reserve - sum(model.need for model in models))
 
     @property
     def budget(self) -> int | None:
-        """The bytes of memory for all models; None if unknown."""
+        """The bytes of memory for all models of pictures; None if unknown."""
+        return self._find_budget(self._is_discrete)
+
+    def _find_budget(self, on_device: bool) -> int | None:
+        """Return the bytes for models on a discrete GPU, or in the memory of the machine."""
         if self._limits.memory is not None:
             return self._limits.memory
-        return self._device_memory or machine.read_memory_limit()
+        device = 0 if self._is_discrete and not on_device else self._device_memory
+        return device or machine.read_memory_limit()
+
+    def _is_on_device(self, model: ModelSlot) -> bool:
+        """Return True if a model takes memory of a discrete GPU."""
+        if model.runner is not None:
+            return model.runner.is_discrete
+        return self._is_discrete and not model.is_text
+
+    def _list_beside(self, model: ModelSlot) -> list[ModelSlot]:
+        """Return the loaded models that take the same memory."""
+        on_device = self._is_on_device(model)
+        return [each for each in self.list_loaded() if self._is_on_device(each) == on_device]
+
+    def _describe_beside(self, model: ModelSlot, on_device: bool) -> LoadedModel:
+        """Describe a model; its need is 0 if it takes other memory."""
+        description = self._describe(model)
+        is_same = self._is_on_device(model) == on_device
+        return description if is_same else replace(description, need=0)
 
     def _get_slot(self, request: QueuedRequest, stored: StoredAImage) -> ModelSlot:
         reference, keep_alive = request.reference, self._limits.keep_alive
@@ -211,6 +239,12 @@ class ModelScheduler:
     def count_ahead(self, request: QueuedRequest) -> int:
         """Return the number of requests ahead of this one."""
         return sum(queued.number < request.number for queued in self._queue)
+
+    def free(self, request: QueuedRequest) -> None:
+        """Serve the next request: of this one, only pictures are still encoded."""
+        if request.model is not None:
+            request.model.served.discard(request)
+            self.arrange()
 
     def leave(self, request: QueuedRequest) -> None:
         """Remove a request that has ended."""
@@ -304,9 +338,12 @@ class ModelScheduler:
 
     def _plan(self, model: ModelSlot) -> LoadPlan | None:
         """Plan the load of a model beside those that are loaded."""
-        loaded = [self._describe(each) for each in self._list_in_order()]
-        reserve = self._compute_reserve(model, *self.list_loaded())
-        room = MemoryRoom(self.budget, self._free(), self._limits.models)
+        on_device = self._is_on_device(model)
+        loaded = [self._describe_beside(each, on_device) for each in self._list_in_order()]
+        # What other programs take of a GPU is not known: a load that fails unloads others
+        free = None if on_device else self._free()
+        reserve = 0 if on_device else self._compute_reserve(model, *self.list_loaded())
+        room = MemoryRoom(self._find_budget(on_device), free, self._limits.models)
         return plan_load(self._describe(model), loaded, room, reserve)
 
     def _compute_reserve(self, *models: ModelSlot) -> int:
@@ -327,7 +364,7 @@ class ModelScheduler:
         measured = self.get_measured(model.digest, model.reference)
         dtype = self._dtype if model.is_text else self._predict_dtype()
         need = max(size, measured, estimate_need(model.stored, dtype))
-        return LoadedModel(model.key, need, not model.served, not self._is_enhancer(model))
+        return LoadedModel(model.key, need, model.is_idle, not self._is_enhancer(model))
 
     def _list_in_order(self) -> list[ModelSlot]:
         """Return the loaded models in the order of eviction; the enhancer is the last.
@@ -345,7 +382,7 @@ class ModelScheduler:
 
     def _select_idle(self) -> ModelSlot | None:
         """Return the model to unload; None if all are busy."""
-        return next((model for model in self._list_in_order() if not model.served), None)
+        return next((model for model in self._list_in_order() if model.is_idle), None)
 
     def _load(self, model: ModelSlot, reserved: int) -> None:
         _log.info("loading", extra={"model": str(model.reference)})
@@ -359,28 +396,36 @@ class ModelScheduler:
 
     def _release_excess(self) -> None:
         """Unload an idle model if the processes take more memory than was estimated."""
-        if len(models := self._list_in_order()) < 2:
-            return
-        # It may be read from files
-        budget = self.budget
-        if budget is None or sum(self._describe(model).need for model in models) <= budget:
-            return
-        if (idle := next((model for model in models[:-1] if not model.users), None)) is not None:
-            self.unload(idle, "memory")
+        in_order = self._list_in_order()
+        for on_device in {self._is_on_device(model) for model in in_order}:
+            models = [model for model in in_order if self._is_on_device(model) == on_device]
+            if len(models) < 2:
+                continue
+            # It may be read from files
+            budget = self._find_budget(on_device)
+            if budget is None or sum(self._describe(model).need for model in models) <= budget:
+                continue
+            if idle := next((model for model in models[:-1] if not model.users), None):
+                self.unload(idle, "memory")
 
     def _share_memory(self, *loading: ModelSlot) -> None:
         """Leave the memory of each loaded model to it, and the rest to any of them."""
         models = [*self.list_loaded(), *loading]
-        needs = {model.key: self._describe(model).need for model in models}
-        total, reserve, budget = sum(needs.values()), self._compute_reserve(*models), self.budget
-        if budget is None or total + reserve <= budget:
-            total += reserve
-        for model in self.list_loaded():
-            if model.runner is not None and not model.is_text:
-                model.runner.reserve(total - needs[model.key])
+        for on_device in {self._is_on_device(model) for model in models}:
+            own = [model for model in models if self._is_on_device(model) == on_device]
+            needs = {model.key: self._describe(model).need for model in own}
+            reserve = 0 if on_device else self._compute_reserve(*models)
+            total, budget = sum(needs.values()), self._find_budget(on_device)
+            if budget is None or total + reserve <= budget:
+                total += reserve
+            for model in own:
+                if model.runner is not None and not model.is_text:
+                    model.runner.reserve(total - needs[model.key])
 
     async def _run(self, model: ModelSlot, reserved: int) -> Runner:
         name = pin_name(model.reference, model.stored)
+        if (sleeper := await self._wake_up(model, name, reserved)) is not None:
+            return sleeper
         content = self._roots, name, model.stored.descriptor
         start = partial(Runner.start, *content, self._limits, model.arrival)
         try:
@@ -390,7 +435,17 @@ class ModelScheduler:
                 raise
             while await self._unload_idle(model):
                 pass
-            return await start(sum(self._describe(busy).need for busy in self.list_loaded()))
+            return await start(sum(self._describe(busy).need for busy in self._list_beside(model)))
+
+    async def _wake_up(self, model: ModelSlot, name: str, reserved: int) -> Runner | None:
+        """Return the process of a sleeping model once it is loaded; None if there is none."""
+        sleeper, model.sleeper = model.sleeper, None
+        if sleeper is not None and sleeper.is_alive:
+            # Otherwise a new process is started, and tells why it fails
+            with contextlib.suppress(AImageError):
+                await sleeper.wake_up(name, self._limits, reserved)
+                return sleeper
+        return None
 
     async def _unload_idle(self, successor: ModelSlot) -> bool:
         """Unload the model that was idle longest for another one; return False if none is idle."""
@@ -449,7 +504,7 @@ class ModelScheduler:
         model.runner, model.last_used = runner, self._clock()
         self._device_memory = runner.total or self._device_memory
         if not model.is_text:
-            self._dtype = runner.dtype
+            self._dtype, self._is_discrete = runner.dtype, runner.is_discrete
         runner.ended.add_done_callback(lambda _: self._handle_exit(model, runner))
         self._metrics.loads.observe(seconds)
         self._loading.observe(seconds)
@@ -458,6 +513,9 @@ class ModelScheduler:
             model.unloading = self.unload(model, "stopped")
 
     def _handle_exit(self, model: ModelSlot, runner: Runner) -> None:
+        if model.sleeper is runner:
+            model.sleeper = None
+            self._drop(model)
         if model.runner is not runner:
             # It was unloaded on purpose
             return
@@ -476,16 +534,42 @@ class ModelScheduler:
             load.cancel()
         model.runner = None
         model.served.clear()
+        # It may be needed again, and the memory is that of the GPU
+        may_sleep = reason in ("room", "memory") and not model.is_stopped
+        if runner is not None and runner.is_discrete and may_sleep:
+            model.sleeper = runner
         self._drop(model)
         if runner is None:
             return load
         self._metrics.evictions.labels(reason).inc()
         self._events.record("evict", model=str(model.reference), reason=reason)
         self._share_memory()
-        task = asyncio.create_task(runner.stop())
+        leave = self._put_to_sleep(model, runner) if model.sleeper is runner else runner.stop()
+        task = asyncio.create_task(leave)
         self._unloads.add(task)
         task.add_done_callback(self._unloads.discard)
         task.add_done_callback(lambda _: self.arrange())
+        return task
+
+    async def _put_to_sleep(self, model: ModelSlot, runner: Runner) -> None:
+        """Let a model leave its GPU; of too many that sleep, the one used least recently ends."""
+        if not await runner.sleep((self._free() or 0) // 2):
+            model.sleeper = None
+            await runner.stop()
+        asleep = [each for each in self.models if each.sleeper is not None]
+        asleep.sort(key=lambda each: -each.last_used)
+        await _wait([self._end_sleep(each) for each in asleep[_MAX_ASLEEP:]])
+        self._drop(model)
+
+    def _end_sleep(self, model: ModelSlot) -> asyncio.Task[None] | None:
+        """End the process of a sleeping model; return the task that ends with it."""
+        sleeper, model.sleeper = model.sleeper, None
+        self._drop(model)
+        if sleeper is None:
+            return None
+        task = asyncio.create_task(sleeper.stop())
+        self._unloads.add(task)
+        task.add_done_callback(self._unloads.discard)
         return task
 
     async def stop(self, model: ModelSlot) -> None:
@@ -494,25 +578,30 @@ class ModelScheduler:
         if self._models.get(model.key) is model:
             # A new request gets a new slot, and loads it again
             del self._models[model.key]
-        await _wait([self.unload(model, "stopped")])
+        await _wait([self.unload(model, "stopped"), self._end_sleep(model)])
         # Set if the load ended during the cancellation
         await _wait([model.unloading])
 
     async def expire(self) -> None:
         """Unload idle models whose keep-alive has expired."""
         idle = [model for model in self.list_loaded() if not model.users and not model.remaining]
-        await _wait([self.unload(model, "idle") for model in idle])
+        asleep = [each for each in self.models if each.sleeper is not None]
+        expired = [model for model in asleep if not model.users and not model.remaining]
+        tasks = [self.unload(model, "idle") for model in idle]
+        await _wait([*tasks, *map(self._end_sleep, expired)])
 
     async def end(self) -> None:
         """Unload all models and wait until they have ended."""
         for model in self.models:
             self.unload(model, "shutdown")
+            self._end_sleep(model)
         while tasks := [*self._loads, *self._unloads]:
             await _wait(tasks)
 
     def _drop(self, model: ModelSlot) -> None:
         """Remove a model that is neither in memory nor requested."""
-        is_needed = model.users or model.load is not None or model.runner is not None
+        has_process = model.runner is not None or model.sleeper is not None
+        is_needed = model.users or model.load is not None or has_process
         if not is_needed and self._models.get(model.key) is model:
             del self._models[model.key]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -140,6 +140,14 @@ class Pipeline(Protocol):
 
         Returns a description of the memory. Raises as ``ModelWeights.apply`` does.
         """
+        ...
+
+    def sleep(self) -> None:
+        """Release all that the device has; ``preload`` or a request loads it again."""
+        ...
+
+    def copy_to_host(self, room: int, is_stopped: Callable[[], bool]) -> None:
+        """Copy weights to ``room`` bytes of the machine's memory, for a load that is faster."""
         ...
 
     def prepare(self, request: GenerateRequest) -> None:
