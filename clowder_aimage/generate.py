@@ -63,6 +63,11 @@ class RunnableModel:
         return self._library.dtype_name
 
     @property
+    def forward(self) -> str:
+        """Return the form in which layers are computed, one of ``rounding``."""
+        return self._library.forward
+
+    @property
     def device_memory(self) -> int | None:
         """Return the usable memory of the GPU in bytes, or None."""
         return self._library.memory.total
@@ -263,5 +268,6 @@ def describe_picture(
         **_collect_stated_values(request),
         "dtype": model.dtype,
         "backend": model.backend,
+        "forward": model.forward,
         **({"warnings": warnings} if warnings else {}),
     }

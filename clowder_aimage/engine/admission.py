@@ -20,7 +20,7 @@ _LOAD_OPTIONS = (
     *("dtype", "text_encoder"),
     *("memory", "lora_dir", "context", "parallel"),
 )
-_TUNING = ("compile", "attention", "device")
+_TUNING = ("compile", "attention", "device", "reproducible")
 # Requests that wait at most, however short the wait is estimated
 MAX_WAITING = 256
 # The caller of a request, if its server tells callers apart: a name of its token
@@ -40,9 +40,9 @@ class EngineLimits:
     request's arrival to its last picture. text_deadline: seconds that a text may compute.
     picture_deadline: the same of pictures, as a multiple of the estimated time; 0 for no limit.
     backend: the library of image models, "auto", "mlx" or "torch"; backends: those of models by
-    their names. compile, attention, device: as in ``TorchTuning``. text_encoder: after a
-    request, "keep" it in memory, "release" it and load it again for new prompts, or "auto" to
-    keep it if it fits. memory: bytes for all models; None for the machine's memory. first: the
+    their names. compile, attention, device, reproducible: as in ``TorchTuning``. text_encoder:
+    after a request, "keep" it in memory, "release" it and load it again for new prompts, or "auto"
+    to keep it if it fits. memory: bytes for all models; None for the machine's memory. first: the
     precision of variants that are used while the AImage is fetched, or None. load_timeout:
     seconds that a load may make no progress. cancel_timeout: seconds for a process to end a
     cancelled request before it is killed. lora_dir: a directory of adapters, or None. parallel:
@@ -63,6 +63,7 @@ class EngineLimits:
     compile: bool = False
     attention: str | None = None
     device: str | None = None
+    reproducible: bool = False
     dtype: str | None = None
     text_encoder: str = "auto"
     memory: int | None = None

@@ -26,6 +26,7 @@ from clowder_aimage.engine import frame, local_fetch, machine
 from clowder_aimage.engine.frame_writer import FrameWriter
 from clowder_aimage.engine.picture_sender import PictureSender
 from clowder_aimage.errors import AImageError, ModelError, StuckError, UsageError, needs
+from clowder_aimage.layout.compiled import open_compiled
 from clowder_aimage.layout.layered_store import LayeredStore
 from clowder_aimage.layout.stored_aimage import StoredAImage
 from clowder_aimage.model.library_choice import parse_library_options
@@ -234,7 +235,12 @@ class ModelProcess:
         from clowder_aimage.generation.request import GenerateRequest
 
         content, finder = (fetched.files, fetched.stored), self._make_finder(command)
-        self._model = _load_model(command.get("library", {}), *content, finder=finder)
+        library = command.get("library", {})
+        is_compiled = library.get("tuning", {}).get("compile")
+        options = parse_library_options(
+            library, open_compiled(self._roots[0]) if is_compiled else None
+        )
+        self._model = _load_model(options, *content, finder=finder)
         if self._model.warning:
             _log.warning("%s", self._model.warning)
         # Not with a GPU: its driver maps more than the machine's memory
@@ -484,8 +490,8 @@ class ModelProcess:
         self._frames.write({"is": kind, "id": request, **fields}, data)
 
 
-def _load_model(library: dict[str, Any], *content: Any, finder: Any) -> Any:
-    """Load a model with the options ``library`` of the worker's settings.
+def _load_model(options: dict[str, Any], *content: Any, finder: Any) -> Any:
+    """Load a model with the options of the worker's settings.
 
     Raises ModelError: the library is not installed, or does not support the options.
     """
@@ -494,7 +500,7 @@ def _load_model(library: dict[str, Any], *content: Any, finder: Any) -> Any:
             from clowder_aimage import generate
 
             with refuse_unrunnable():
-                return generate.load(*content, **parse_library_options(library), finder=finder)
+                return generate.load(*content, **options, finder=finder)
     except UsageError as error:
         # Clients see messages only
         advice = f" ({error.hint})" if error.hint else ""

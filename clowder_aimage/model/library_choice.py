@@ -9,7 +9,7 @@ import importlib
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import metadata
 from importlib.util import find_spec
@@ -38,16 +38,25 @@ class TorchTuning:
 
     compile: compile the layers of transformers when they run first. attention: diffusers' name of
     an attention backend, such as flash or sage; None for that of PyTorch. device: PyTorch's name
-    of a device, such as cuda:1; None for the first GPU that works, else the CPU.
+    of a device, such as cuda:1; None for the first GPU that works, else the CPU. compiled: the
+    directory for compiled code, for the next processes; None for that of PyTorch. reproducible:
+    compute in one form, each picture alone, and with the same result each time; also with MLX.
     """
 
     compile: bool = False
     attention: str | None = None
     device: str | None = None
+    reproducible: bool = False
+    compiled: str | None = field(default=None, compare=False)
 
     def check(self, library: str) -> None:
         """Reject options that ``library`` does not have. Raises UsageError."""
-        if self != TorchTuning() and library != TORCH:
+        if self.compile and self.reproducible:
+            raise UsageError(
+                "compiled layers round differently before and after their compilation",
+                hint="compile, or compute reproducibly; not both",
+            )
+        if replace(self, reproducible=False) != TorchTuning() and library != TORCH:
             raise UsageError(
                 f"{library} was selected, but a device, compilation and an attention backend are "
                 "options of torch",
@@ -68,9 +77,15 @@ class _TorchAttempt:
 _attempt = _TorchAttempt()
 
 
-def parse_library_options(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments of ``generate.load`` from a message: backend, dtype, tuning."""
-    return {**values, "tuning": TorchTuning(**values.get("tuning", {}))}
+def parse_library_options(
+    values: Mapping[str, Any], compiled: Path | None = None
+) -> dict[str, Any]:
+    """Return arguments of ``generate.load`` from a message: backend, dtype, tuning.
+
+    ``compiled`` as in ``TorchTuning``.
+    """
+    directory = None if compiled is None else str(compiled)
+    return {**values, "tuning": TorchTuning(**values.get("tuning", {}), compiled=directory)}
 
 
 def choose_library(name: str | None = None, tuning: TorchTuning = NO_TUNING) -> str:

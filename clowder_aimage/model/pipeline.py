@@ -67,11 +67,15 @@ class Preview:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Image:
-    """A finished picture: RGB ``pixels`` of shape (height, width, 3), uint8."""
+    """A finished picture: RGB ``pixels`` of shape (height, width, 3), uint8.
+
+    ``batch``: the pictures that were computed at once.
+    """
 
     pixels: npt.NDArray[np.uint8]
     seed: int
     picture: int = 0
+    batch: int = 1
 
     @property
     def width(self) -> int:

@@ -72,6 +72,11 @@ class ArrayLibrary(Protocol):
         """Return the name of the compute type: float32 or bfloat16."""
         ...
 
+    @property
+    def forward(self) -> str:
+        """Return the form in which layers are computed, one of ``rounding``."""
+        ...
+
     def describe(self) -> str:
         """Return the device, with the version of PyTorch or the BLAS of MLX on a CPU."""
         ...

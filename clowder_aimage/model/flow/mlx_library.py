@@ -19,6 +19,7 @@ from clowder_aimage.model.flow.memory_budget import Module, OffloadedModule
 from clowder_aimage.model.flow.pixels import to_pixels
 from clowder_aimage.model.flow.step_cache import StepCache
 from clowder_aimage.model.library_choice import describe_unused_gpu
+from clowder_aimage.model.rounding import EAGER
 from clowder_aimage.model.weights import ModelWeights
 from clowder_aimage.tensor.blas import is_fast
 
@@ -72,6 +73,10 @@ class MlxLibrary:
     @property
     def dtype_name(self) -> str:
         return str(self.dtype).removeprefix("mlx.core.")
+
+    @property
+    def forward(self) -> str:
+        return EAGER
 
     def describe(self) -> str:
         return describe()

@@ -61,13 +61,17 @@ def select_device(name: str | None = None) -> str:
     raise UsageError(message, hint=hint, remedy="other_device", devices=usable)
 
 
-def compute_exactly(device: str) -> None:
-    """Compute float32 in float32 on a GPU of NVIDIA.
+def compute_exactly(device: str, *, is_reproducible: bool = False) -> None:
+    """Compute float32 in float32 on a GPU of NVIDIA, and ``is_reproducible`` as the last time.
 
     PyTorch allows convolutions in TF32, which has the precision of 10 bits. Its variable
     TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 asks for TF32, and leaves its settings as they are.
     """
-    if device.partition(":")[0] != CUDA or os.environ.get(_TF32) == "1":
+    if device.partition(":")[0] != CUDA:
+        return
+    if is_reproducible:
+        torch.backends.cudnn.deterministic = True
+    if os.environ.get(_TF32) == "1":
         return
     torch.backends.cudnn.allow_tf32 = False
     torch.backends.cuda.matmul.allow_tf32 = False

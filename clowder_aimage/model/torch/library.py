@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -15,6 +16,8 @@ from clowder_aimage.errors import ModelError, NoMemoryError
 from clowder_aimage.model.flow.array_library import MIB, Floats
 from clowder_aimage.model.flow.pixels import check_numbers
 from clowder_aimage.model.library_choice import TorchTuning, choose_dtype_name
+from clowder_aimage.model.rounding import COMPILED, EAGER
+from clowder_aimage.model.torch.compile_cache import keep_compiled
 from clowder_aimage.model.torch.device import (
     CPU,
     CUDA,
@@ -162,12 +165,14 @@ class TorchLibrary:
         """
         tuning = tuning or TorchTuning()
         device = select_device(tuning.device)
-        compute_exactly(device)
+        compute_exactly(device, is_reproducible=tuning.reproducible)
         library = cls(
             device, getattr(torch, choose_dtype_name(dtype, is_gpu=device != CPU)), tuning
         )
         library.warning = describe_unused_device(tuning.device)
         if tuning.compile:
+            if tuning.compiled is not None:
+                keep_compiled(Path(tuning.compiled), device)
             check_compiler(device)
         return library
 
@@ -183,6 +188,10 @@ class TorchLibrary:
     @property
     def dtype_name(self) -> str:
         return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def forward(self) -> str:
+        return COMPILED if self.tuning.compile else EAGER
 
     def describe(self) -> str:
         """Return PyTorch's version and device, such as ``torch 2.13.0 cpu``."""
