@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 
 from clowder_aimage.model.picture import encode_picture
@@ -57,7 +58,7 @@ def test_a_picture_is_made_again_as_it_was_made(
     pixels, facts = load_picture(path)
     assert (facts["forward"], facts["batch"]) == ("eager", 1)
     facts |= {"forward": "compiled", "batch": 2}
-    path.write_bytes(encode_picture(pixels ^ 1, facts))
+    path.write_bytes(encode_picture((pixels ^ 1).astype(np.uint8), facts))
 
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("no compiler")
