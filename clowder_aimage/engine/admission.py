@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from clowder_aimage.errors import AImageError, ModelError
+from clowder_aimage.model.library_choice import list_places
 
 FOR_EVER = math.inf
 # Parts of a request in the end of a process
@@ -74,6 +75,11 @@ class EngineLimits:
     parallel: int = 16
     context: int | None = None
     enhancer: str | None = None
+
+    @property
+    def places(self) -> tuple[str | None, ...]:
+        """The devices of image models: the named one, or the default and all other GPUs."""
+        return (self.device,) if self.device is not None else list_places(self.backend)
 
     def get_backend(self, reference: str) -> str:
         """Return the library of an image model. Backends are configured by name, without digest."""

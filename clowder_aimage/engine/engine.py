@@ -464,7 +464,8 @@ class Engine:
             with start_span("load", model=str(model.reference)):
                 await request.turn.wait()
         self.metrics.queue.set(self.waiting)
-        return model
+        # It may have moved to another GPU
+        return request.model or model
 
     async def _prepare(self, request: QueuedRequest, stored: StoredAImage) -> None:
         """Load a model while its blobs arrive. Raises the errors of ``make``."""
@@ -535,7 +536,9 @@ class Engine:
                 )
             outcome = "done"
             if isinstance(parameters, GenerateRequest):
-                self._times.observe(model.key, parameters, self._clock() - started)
+                self._times.observe(
+                    replace(model.key, place=0), parameters, self._clock() - started
+                )
         except AImageError as error:
             outcome = "refused" if isinstance(error, UsageError) else "failed"
             if isinstance(error, NoMemoryError) and isinstance(parameters, GenerateRequest):
@@ -567,7 +570,7 @@ class Engine:
         started = previous = self._clock()
         # When the last step of a picture ended
         finished: dict[int, float] = {}
-        measured = self._times.estimate(model.key, parameters)
+        measured = self._times.estimate(replace(model.key, place=0), parameters)
         digest = str(request.stored.descriptor.digest) if request.stored is not None else ""
 
         def limit(estimate: float) -> None:

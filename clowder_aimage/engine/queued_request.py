@@ -38,10 +38,14 @@ _HINTS = {
 
 @dataclass(frozen=True, slots=True)
 class ModelKey:
-    """The key of a loaded model: a manifest, or the base that AImages share, with its backend."""
+    """The key of a loaded model: a manifest, or the base that AImages share, with its backend.
+
+    place: the number of the device, of those that the worker uses.
+    """
 
     digest: Digest
     backend: str = ""
+    place: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,8 @@ from clowder_aimage.model.library_choice import choose_dtype_name, may_have_gpu
 from clowder_aimage.model.text.runtime import find_runtime
 from clowder_aimage.oci import Digest, Reference
 
+# A memory of models: that of the machine, or the place of a GPU with its own
+Memory = int | None
 _log = logging.getLogger("aimage.worker")
 # Models that sleep; each has a context on the GPU, and copies in the machine's memory
 _MAX_ASLEEP = 2
@@ -46,6 +48,8 @@ _MAX_REFUSED = 1000
 @dataclass(slots=True, eq=False)
 class ModelScheduler:
     """The models of a worker, each in its own process. AImages of one base are one model.
+
+    On several GPUs a model may be loaded on each, while requests for it wait.
 
     ``_free`` returns the bytes of memory for another model; None if there is enough. The model of
     the least ``eviction_cost`` is unloaded first. ``enhancer`` is the AImage of the enhancer, for
@@ -68,8 +72,10 @@ class ModelScheduler:
     _loads: set[asyncio.Task[Runner]] = field(default_factory=set)
     _unloads: set[asyncio.Task[None]] = field(default_factory=set)
     _refused: dict[Digest, UnrunnableError] = field(default_factory=dict)
-    # Of the device; 0 if it is not a GPU
-    _device_memory: int = 0
+    # Bytes of GPUs, by place
+    _device_memory: dict[int, int] = field(default_factory=dict)
+    # GPUs that are not used, by place
+    _broken: set[int] = field(default_factory=set)
     # Models of pictures take memory that this machine's models do not share: that of a GPU
     _is_discrete: bool = False
     # The compute type of image models, once one was loaded
@@ -138,8 +144,9 @@ class ModelScheduler:
 
         Other models have priority: their loads end this one, and their requests come first.
         """
-        existing = self._models.get(self.build_key(request.reference, stored))
-        is_loading = existing is not None and (existing.load or existing.runner) is not None
+        key = self.build_key(request.reference, stored)
+        existing = [each for each in self.models if replace(each.key, place=0) == key]
+        is_loading = any(each.load or each.runner for each in existing)
         if not is_loading and not self._has_room(request.reference, stored):
             return
         model = self._get_slot(request, stored)
@@ -173,52 +180,102 @@ class ModelScheduler:
     @property
     def room(self) -> int | None:
         """The bytes for a further model beside the loaded ones; None if they are unknown."""
-        on_device = self._is_discrete
-        models = [self._describe_beside(each, on_device) for each in self.list_loaded()]
-        most, budget = self._limits.models, self._find_budget(on_device)
-        if most is not None and sum(model.counts for model in models) >= most:
+        most = self._limits.models
+        if most is not None and sum(map(self._counts, self.list_loaded())) >= most:
             return 0
+        rooms = [self._find_room(memory) for memory in self._list_memories()]
+        return None if None in rooms else max(room or 0 for room in rooms)
+
+    def _find_room(self, memory: Memory) -> int | None:
+        budget = self._find_budget(memory)
         if budget is None:
             return None
-        reserve = 0 if on_device else self._compute_reserve(*self.list_loaded())
+        models = [self._describe_beside(each, memory) for each in self.list_loaded()]
+        reserve = self._compute_reserve(*self.list_loaded()) if memory is None else 0
         return max(0, budget - reserve - sum(model.need for model in models))
 
     @property
     def budget(self) -> int | None:
-        """The bytes of memory for all models of pictures; None if unknown."""
-        return self._find_budget(self._is_discrete)
+        """The bytes of memory for all models of pictures, on all GPUs; None if unknown."""
+        budgets = [self._find_budget(memory) for memory in self._list_memories()]
+        return None if None in budgets else sum(budget or 0 for budget in budgets)
 
-    def _find_budget(self, on_device: bool) -> int | None:
-        """Return the bytes for models on a discrete GPU, or in the memory of the machine."""
+    def _list_memories(self) -> list[Memory]:
+        """Return the memories that models of pictures take."""
+        return [*range(len(self._limits.places))] if self._is_discrete else [None]
+
+    def _find_budget(self, memory: Memory) -> int | None:
+        """Return the bytes for models in a memory."""
         if self._limits.memory is not None:
             return self._limits.memory
-        device = 0 if self._is_discrete and not on_device else self._device_memory
-        return device or machine.read_memory_limit()
+        known = self._device_memory
+        if self._is_discrete and memory is None:
+            return machine.read_memory_limit()
+        # The GPUs of a machine are most often alike
+        size = known.get(memory or 0) or max(known.values(), default=0)
+        return size or machine.read_memory_limit()
 
-    def _is_on_device(self, model: ModelSlot) -> bool:
-        """Return True if a model takes memory of a discrete GPU."""
+    def _find_memory(self, model: ModelSlot) -> Memory:
+        """Return the memory that a model takes."""
         if model.runner is not None:
-            return model.runner.is_discrete
-        return self._is_discrete and not model.is_text
+            return model.key.place if model.runner.is_discrete else None
+        return model.key.place if self._is_discrete and not model.is_text else None
 
     def _list_beside(self, model: ModelSlot) -> list[ModelSlot]:
         """Return the loaded models that take the same memory."""
-        on_device = self._is_on_device(model)
-        return [each for each in self.list_loaded() if self._is_on_device(each) == on_device]
+        memory = self._find_memory(model)
+        return [each for each in self.list_loaded() if self._find_memory(each) == memory]
 
-    def _describe_beside(self, model: ModelSlot, on_device: bool) -> LoadedModel:
+    def _describe_beside(self, model: ModelSlot, memory: Memory) -> LoadedModel:
         """Describe a model; its need is 0 if it takes other memory."""
         description = self._describe(model)
-        is_same = self._is_on_device(model) == on_device
+        is_same = self._find_memory(model) == memory
         return description if is_same else replace(description, need=0)
 
+    def _counts(self, model: ModelSlot) -> bool:
+        """Return True if a model counts for the largest number."""
+        return not self._is_enhancer(model)
+
     def _get_slot(self, request: QueuedRequest, stored: StoredAImage) -> ModelSlot:
+        """Return the model for a request: on several GPUs, the one that is free soonest."""
         reference, keep_alive = request.reference, self._limits.keep_alive
         key = self.build_key(reference, stored)
+        if self._is_discrete and find_runtime(stored.aimage) is None:
+            keys = (replace(key, place=place) for place in range(len(self._limits.places)))
+            key = min(
+                (each for each in keys if each.place not in self._broken), key=self._rate_place
+            )
         if (model := self._models.get(key)) is None:
             model = ModelSlot(reference, stored, key, keep_alive, clock=self._clock)
             self._models[key] = model
         return model
+
+    def _rate_place(self, key: ModelKey) -> tuple[int, bool, int]:
+        """Rate the place of a model: the requests there, if it must be loaded, and its number."""
+        model = self._models.get(key)
+        there = (each for each in self.models if each.key.place == key.place and not each.is_text)
+        users, is_loaded = sum(each.users for each in there), model is not None and model.is_ready
+        return users, not is_loaded, key.place
+
+    def _list_copies(self, model: ModelSlot) -> list[ModelSlot]:
+        """Return the models of the same AImages on other GPUs."""
+        keys = (replace(model.key, place=place) for place in range(len(self._limits.places)))
+        copies = (self._models.get(key) for key in keys)
+        return [copy for copy in copies if copy is not None and copy is not model]
+
+    def _move(self, request: QueuedRequest, model: ModelSlot) -> ModelSlot:
+        """Move a request that waits to a model on another GPU that is free; return its model."""
+        if request.is_trial or request.make is None or model.is_free or model.arrival:
+            return model
+        free = [copy for copy in self._list_copies(model) if copy.is_free]
+        if not free or request.stored is None:
+            return model
+        copy = free[0]
+        copy.add(request.reference, request.stored)
+        # Its load goes on: there may be more requests
+        model.users, copy.users, request.model = model.users - 1, copy.users + 1, copy
+        self._drop(model)
+        return copy
 
     def _forget(self, model: ModelSlot) -> None:
         """Remove a user of a model, and the model if it was loaded for this user's pull only."""
@@ -265,20 +322,22 @@ class ModelScheduler:
 
     def arrange(self) -> None:
         """Serve the next requests and begin the next load."""
-        # A request waits for memory
-        is_full = False
+        # Memories for which a request waits
+        full: set[Memory] = set()
         for request in list(self._queue):
             model = request.model
             if model is None or request.error is not None:
                 continue
+            model = self._move(request, model)
+            memory = self._find_memory(model)
             if model.is_ready and (request.make is None or request.is_trial):
                 self._start(request, model)
             elif model.is_ready:
-                if model.is_free and not is_full and self._may_start(request, model):
+                if model.is_free and memory not in full and self._may_start(request, model):
                     model.served.add(request)
                     self._start(request, model)
-            elif model.load is None and not is_full:
-                is_full = not self._begin(model)
+            elif model.load is None and memory not in full and not self._begin(model):
+                full.add(memory)
         self._metrics.show_models(model.reference.repository for model in self.list_loaded())
 
     def _may_start(self, request: QueuedRequest, model: ModelSlot) -> bool:
@@ -338,12 +397,12 @@ class ModelScheduler:
 
     def _plan(self, model: ModelSlot) -> LoadPlan | None:
         """Plan the load of a model beside those that are loaded."""
-        on_device = self._is_on_device(model)
-        loaded = [self._describe_beside(each, on_device) for each in self._list_in_order()]
+        memory = self._find_memory(model)
+        loaded = [self._describe_beside(each, memory) for each in self._list_in_order()]
         # What other programs take of a GPU is not known: a load that fails unloads others
-        free = None if on_device else self._free()
-        reserve = 0 if on_device else self._compute_reserve(model, *self.list_loaded())
-        room = MemoryRoom(self._find_budget(on_device), free, self._limits.models)
+        free = self._free() if memory is None else None
+        reserve = self._compute_reserve(model, *self.list_loaded()) if memory is None else 0
+        room = MemoryRoom(self._find_budget(memory), free, self._limits.models)
         return plan_load(self._describe(model), loaded, room, reserve)
 
     def _compute_reserve(self, *models: ModelSlot) -> int:
@@ -364,7 +423,7 @@ class ModelScheduler:
         measured = self.get_measured(model.digest, model.reference)
         dtype = self._dtype if model.is_text else self._predict_dtype()
         need = max(size, measured, estimate_need(model.stored, dtype))
-        return LoadedModel(model.key, need, model.is_idle, not self._is_enhancer(model))
+        return LoadedModel(model.key, need, model.is_idle, self._counts(model))
 
     def _list_in_order(self) -> list[ModelSlot]:
         """Return the loaded models in the order of eviction; the enhancer is the last.
@@ -380,9 +439,10 @@ class ModelScheduler:
             ),
         )
 
-    def _select_idle(self) -> ModelSlot | None:
-        """Return the model to unload; None if all are busy."""
-        return next((model for model in self._list_in_order() if model.is_idle), None)
+    def _select_idle(self, memory: Memory = None) -> ModelSlot | None:
+        """Return the model to unload from a memory; None if all are busy."""
+        models = (each for each in self._list_in_order() if self._find_memory(each) == memory)
+        return next((model for model in models if model.is_idle), None)
 
     def _load(self, model: ModelSlot, reserved: int) -> None:
         _log.info("loading", extra={"model": str(model.reference)})
@@ -397,12 +457,12 @@ class ModelScheduler:
     def _release_excess(self) -> None:
         """Unload an idle model if the processes take more memory than was estimated."""
         in_order = self._list_in_order()
-        for on_device in {self._is_on_device(model) for model in in_order}:
-            models = [model for model in in_order if self._is_on_device(model) == on_device]
+        for memory in {self._find_memory(model) for model in in_order}:
+            models = [model for model in in_order if self._find_memory(model) == memory]
             if len(models) < 2:
                 continue
             # It may be read from files
-            budget = self._find_budget(on_device)
+            budget = self._find_budget(memory)
             if budget is None or sum(self._describe(model).need for model in models) <= budget:
                 continue
             if idle := next((model for model in models[:-1] if not model.users), None):
@@ -411,11 +471,11 @@ class ModelScheduler:
     def _share_memory(self, *loading: ModelSlot) -> None:
         """Leave the memory of each loaded model to it, and the rest to any of them."""
         models = [*self.list_loaded(), *loading]
-        for on_device in {self._is_on_device(model) for model in models}:
-            own = [model for model in models if self._is_on_device(model) == on_device]
+        for memory in {self._find_memory(model) for model in models}:
+            own = [model for model in models if self._find_memory(model) == memory]
             needs = {model.key: self._describe(model).need for model in own}
-            reserve = 0 if on_device else self._compute_reserve(*models)
-            total, budget = sum(needs.values()), self._find_budget(on_device)
+            reserve = self._compute_reserve(*models) if memory is None else 0
+            total, budget = sum(needs.values()), self._find_budget(memory)
             if budget is None or total + reserve <= budget:
                 total += reserve
             for model in own:
@@ -427,7 +487,8 @@ class ModelScheduler:
         if (sleeper := await self._wake_up(model, name, reserved)) is not None:
             return sleeper
         content = self._roots, name, model.stored.descriptor
-        start = partial(Runner.start, *content, self._limits, model.arrival)
+        limits = replace(self._limits, device=self._limits.places[model.key.place])
+        start = partial(Runner.start, *content, limits, model.arrival)
         try:
             return await start(reserved)
         except NoMemoryError:
@@ -449,7 +510,7 @@ class ModelScheduler:
 
     async def _unload_idle(self, successor: ModelSlot) -> bool:
         """Unload the model that was idle longest for another one; return False if none is idle."""
-        if (idle := self._select_idle()) is None:
+        if (idle := self._select_idle(self._find_memory(successor))) is None:
             return False
         await _wait([self._evict(idle, successor)])
         return True
@@ -478,11 +539,31 @@ class ModelScheduler:
                 self._refused[model.digest] = error
                 while len(self._refused) > _MAX_REFUSED:
                     del self._refused[next(iter(self._refused))]
-            self._refuse_waiting(model, error)
+            if not self._leave_place(model, error):
+                self._refuse_waiting(model, error)
         else:
             self._finish_start(model, load.result(), self._clock() - started)
         self._drop(model)
         self.arrange()
+
+    def _leave_place(self, model: ModelSlot, error: AImageError) -> bool:
+        """Use a GPU no more on which a load failed, unless another one may not do better.
+
+        The first one remains. Returns False if the requests for the model have to end.
+        """
+        place = model.key.place
+        if not place or isinstance(error, (UnrunnableError, NoMemoryError)):
+            return False
+        self._broken.add(place)
+        facts = {"device": str(self._limits.places[place]), "reason": error.message}
+        _log.warning("a GPU is not used any more", extra=facts)
+        for request in self._list_waiting(model):
+            if request.stored is not None:
+                model.users -= 1
+                request.model = copy = self._get_slot(request, request.stored)
+                copy.add(request.reference, request.stored)
+                copy.users += 1
+        return True
 
     def _refuse_waiting(self, model: ModelSlot, error: AImageError) -> None:
         """End the requests for the AImage that cannot be loaded; its base may be loaded for others.
@@ -502,7 +583,8 @@ class ModelScheduler:
 
     def _finish_start(self, model: ModelSlot, runner: Runner, seconds: float) -> None:
         model.runner, model.last_used = runner, self._clock()
-        self._device_memory = runner.total or self._device_memory
+        if runner.total:
+            self._device_memory[model.key.place] = runner.total
         if not model.is_text:
             self._dtype, self._is_discrete = runner.dtype, runner.is_discrete
         runner.ended.add_done_callback(lambda _: self._handle_exit(model, runner))

@@ -6,6 +6,7 @@ Importing this module imports neither.
 from __future__ import annotations
 
 import importlib
+import os
 import re
 import sys
 from collections.abc import Mapping
@@ -26,6 +27,8 @@ OLDEST = {"torch": (2, 6), "diffusers": (0, 42), "transformers": (5, 0)}
 _OTHERS = {MLX: ("jinja2", "numpy", "PIL", "tokenizers"), TORCH: ("diffusers", "transformers")}
 _MODULES = {MLX: "clowder_aimage.model.backend", TORCH: "clowder_aimage.model.torch.library"}
 _DEVICES = "clowder_aimage.model.torch.device"
+# Of GPUs of NVIDIA: nvidia0, nvidia1
+_DEVICE_FILES = Path("/dev")
 # Files of the drivers of NVIDIA and AMD
 _GPUS = ("/dev/nvidia0", "/dev/kfd")
 # Common names of weight types
@@ -138,6 +141,25 @@ def choose_dtype_name(name: str | None, *, is_gpu: bool) -> str:
 def may_have_gpu() -> bool:
     """Return True if models may be computed by a GPU of this machine. No library is imported."""
     return sys.platform == "darwin" or _find_driver() is not None
+
+
+@cache
+def list_places(backend: str) -> tuple[str | None, ...]:
+    """Return the devices of this machine for a worker: None, which the library selects, and others.
+
+    The others are GPUs of NVIDIA, if PyTorch computes: without a name it selects the first one.
+    """
+    is_torch = backend == TORCH or (backend == AUTO and not _is_installed(MLX))
+    count = _count_gpus() if is_torch and _is_installed(TORCH) else 1
+    return (None, *(f"cuda:{index}" for index in range(1, count)))
+
+
+def _count_gpus() -> int:
+    """Return the number of GPUs of NVIDIA that PyTorch will see; no library is imported."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([name for name in visible.split(",") if name.strip()])
+    return sum(1 for _ in _DEVICE_FILES.glob("nvidia[0-9]*"))
 
 
 def parse_backend(description: str) -> str:

@@ -12,11 +12,13 @@ import pytest
 pytest.importorskip("prometheus_client")
 
 from clowder_aimage.engine import machine, scheduler
-from clowder_aimage.engine.event import ImageEvent
+from clowder_aimage.engine.admission import EngineLimits
+from clowder_aimage.engine.event import ImageEvent, StartedEvent
 from clowder_aimage.engine.process import ModelProcess
 from clowder_aimage.engine.runner import Runner
 from clowder_aimage.errors import ModelError
 from clowder_aimage.layout.layered_store import LayeredStore
+from clowder_aimage.model import library_choice
 from tests.store import copy_store
 from tests.wait import until_async
 from tests.worker.engine_runs import Client, FakeRunner, job, played, served, stocked
@@ -205,3 +207,118 @@ def test_the_process_counts_the_memory_of_its_gpu(monkeypatch: pytest.MonkeyPatc
     assert process._measure_memory() == 7
     memory.is_discrete = False
     assert process._measure_memory() > 7
+
+
+# -- several GPUs
+
+
+@pytest.fixture
+def two(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return the store, for a worker with two GPUs; ``GpuRunner.log`` has the devices of loads."""
+
+    async def start(*content: Any, **_: Any) -> GpuRunner:
+        limits = content[3]
+        GpuRunner.log.append(f"start {limits.device}")
+        await asyncio.sleep(0)
+        return GpuRunner()
+
+    monkeypatch.setattr(EngineLimits, "places", (None, "cuda:1"))
+    monkeypatch.setattr(GpuRunner, "start", start)
+    return gpu
+
+
+def test_requests_for_a_model_are_served_by_all_gpus(two: Any) -> None:
+    """It is loaded on the second one while requests wait, and not for one after another."""
+
+    async def play(engine: Any) -> None:
+        for _ in range(3):
+            await served(engine, job())
+        assert GpuRunner.log == ["start None"]
+        (first,) = engine.list_loaded()
+        first.runner.is_running.clear()
+        clients = [Client(engine, job(seed=seed)) for seed in range(4)]
+        # While the first GPU is busy, the second one serves all others
+        await until_async(lambda: sum(client.task.done() for client in clients) == 3)
+        assert GpuRunner.log == ["start None", "start cuda:1"]
+        assert {model.key.place for model in engine.list_loaded()} == {0, 1}
+        first.runner.is_running.set()
+        for client in clients:
+            assert isinstance((await client.result())[-1], ImageEvent)
+        assert engine.budget == 40 * _MIB and engine.room == 8 * _MIB
+        assert not any(model.users or model.served for model in engine.list_loaded())
+        assert await engine.stop(job()["reference"])
+        assert not engine.list_loaded()
+
+    played(two, play, free=lambda: 8 * _MIB)
+
+
+def test_two_models_are_on_two_gpus(two: Any) -> None:
+    async def play(engine: Any) -> None:
+        await served(engine, job("tiny"))
+        (first,) = engine.list_loaded()
+        first.runner.is_running.clear()
+        client = Client(engine, job("tiny"))
+        await client.hears(StartedEvent)
+        await served(engine, job("other"))
+        assert GpuRunner.log == ["start None", "start cuda:1"]
+        first.runner.is_running.set()
+        await client.result()
+
+    played(two, play, free=lambda: 8 * _MIB)
+
+
+def test_a_gpu_that_fails_is_used_no_more(two: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its requests are served by the first one, which says why if it fails too."""
+    start = GpuRunner.start
+
+    async def fail(*content: Any, **_: Any) -> GpuRunner:
+        if content[3].device == "cuda:1":
+            GpuRunner.log.append("fail")
+            raise ModelError("the GPU is gone")
+        return await start(*content)
+
+    monkeypatch.setattr(GpuRunner, "start", fail)
+
+    async def play(engine: Any) -> None:
+        await served(engine, job())
+        (first,) = engine.list_loaded()
+        first.runner.is_running.clear()
+        clients = [Client(engine, job(seed=seed)) for seed in range(3)]
+        await until_async(lambda: "fail" in GpuRunner.log)
+        first.runner.is_running.set()
+        for client in clients:
+            assert isinstance((await client.result())[-1], ImageEvent)
+        assert GpuRunner.log == ["start None", "fail"]
+
+    played(two, play, free=lambda: 8 * _MIB)
+
+
+@pytest.mark.parametrize(
+    ("backend", "visible", "files", "places"),
+    [
+        ("torch", None, 3, (None, "cuda:1", "cuda:2")),
+        ("torch", "0,2", 3, (None, "cuda:1")),
+        ("torch", "", 3, (None,)),
+        ("torch", None, 0, (None,)),
+        ("mlx", None, 3, (None,)),
+        ("auto", None, 3, (None,)),
+    ],
+)
+def test_the_gpus_of_a_machine_are_counted_without_a_library(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    backend: str,
+    visible: str | None,
+    files: int,
+    places: tuple[str | None, ...],
+) -> None:
+    for number in range(files):
+        (tmp_path / f"nvidia{number}").touch()
+    (tmp_path / "nvidiactl").touch()
+    monkeypatch.setattr(library_choice, "_DEVICE_FILES", tmp_path)
+    monkeypatch.setattr(library_choice, "_is_installed", lambda _: True)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert library_choice.list_places.__wrapped__(backend) == places
+    assert EngineLimits(device="cuda:5").places == ("cuda:5",)
