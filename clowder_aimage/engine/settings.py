@@ -213,6 +213,7 @@ class Settings(CallerSettings):
     backends: Annotated[dict[Name, Literal["auto", "mlx", "torch"]], _BACKENDS] = {}
     compile: bool = False
     attention: str | None = None
+    reproducible: bool = False
     device: Annotated[str | None, BeforeValidator(_check_device)] = None
     compute: Literal["fp8"] | None = None
     dtype: Literal["float32", "f32", "bfloat16", "bf16"] | None = None
@@ -238,6 +239,7 @@ class Settings(CallerSettings):
             "attention",
             "device",
             "compute",
+            "reproducible",
             "dtype",
             "text_encoder",
             "memory",

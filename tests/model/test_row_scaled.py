@@ -185,7 +185,7 @@ def test_a_device_without_products_is_named(module: Any, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("kind", ["int4", "int8", "nvfp4", "mxfp4", "mxfp8"])
 @pytest.mark.parametrize("factors", [None, (), (5,)])
 def test_codes_are_dequantized_bit_for_bit(kind: str, factors: tuple[int, ...] | None) -> None:
-    from clowder_aimage.model.torch.dequantize import dequantize
+    from clowder_aimage.model.torch.dequantize import dequantize_into
 
     quantization, random = Quantization.parse(kind), np.random.default_rng(1)
     codes = random.integers(0, 1 << 32, (5, 128 // quantization.per_word), np.uint32)
@@ -202,15 +202,17 @@ def test_codes_are_dequantized_bit_for_bit(kind: str, factors: tuple[int, ...] |
     parts = {"": codes.view(np.uint8), SCALE: scales}
     parts |= {} if biases is None else {BIAS: biases}
     parts |= {} if factor is None else {GLOBAL_SCALE: factor}
-    found = dequantize(quantization, {key: torch.from_numpy(part) for key, part in parts.items()})
+    found = torch.empty(expected.shape)
+    tensors = {key: torch.from_numpy(part) for key, part in parts.items()}
+    dequantize_into(found, quantization, tensors)
     assert np.array_equal(found.numpy(), expected, equal_nan=True)
 
 
 @pytest.mark.parametrize("kind", ["int8", "mxfp8"])
 def test_stored_codes_are_read(tmp_path: Path, kind: str) -> None:
-    from clowder_aimage.model.torch.dequantize import read_tensor
+    from clowder_aimage.model.torch.weight_load import MappedLoad
 
     weights = opened(made(FolderStore(tmp_path), kind, "combined"))
     for name in weights:
-        found = read_tensor(weights, name, "cpu")
+        found = MappedLoad("cpu", torch.float32).read(weights.find(name))
         assert np.array_equal(found.float().numpy(), weights.read_numpy(name))

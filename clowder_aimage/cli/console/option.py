@@ -71,6 +71,12 @@ torch_options = options(
         help="Multiply in fp8, on NVIDIA GPUs such as Ada and Hopper (PyTorch). "
         "[default: in the type of --dtype]",
     ),
+    click.option(
+        "--reproducible",
+        is_flag=True,
+        default=None,
+        help="Compute each picture alone and in one form, whatever else is computed.",
+    ),
     device_option,
 )
 

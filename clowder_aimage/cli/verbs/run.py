@@ -211,7 +211,11 @@ def run(
     if is_text:
         build_text_request(values, [{"role": "user", "content": ""}])
     tuning = TorchTuning(
-        bool(values["compile"]), values["attention"], values["device"], values["compute"]
+        bool(values["compile"]),
+        values["attention"],
+        values["device"],
+        values["compute"],
+        reproducible=bool(values["reproducible"]),
     )
     options = LocalOptions(
         dtype, memory, backend, tuning, precision, values["lora_dir"], is_last=prompt is not None

@@ -20,12 +20,11 @@ from clowder_aimage.model.flow.component import ModelComponents
 from clowder_aimage.model.flow.memory_budget import LayeredModule, Module
 from clowder_aimage.model.parameter_names import FLOATS, check_shape, match_tensors
 from clowder_aimage.model.torch.adapted_network import TorchAdaptation
-from clowder_aimage.model.torch.dequantize import read_tensor
-from clowder_aimage.model.torch.device import CPU
 from clowder_aimage.model.torch.layer_offload import LayerOffload, compute_least_count, iter_layers
 from clowder_aimage.model.torch.library import TorchLibrary, computing
 from clowder_aimage.model.torch.row_scaled_weights import RowScaledWeights
 from clowder_aimage.model.torch.tuning import tune
+from clowder_aimage.model.torch.weight_load import keep_on_host
 from clowder_aimage.model.weights import ModelWeights
 
 # A counter of the training, without a parameter here
@@ -33,7 +32,6 @@ _COUNTERS = ("num_batches_tracked",)
 _FACTORIES = (torch.empty, torch.ones, torch.zeros)
 # The functions of torch.nn.init that fill parameters
 _FILLING = (torch.Tensor.fill_, torch.Tensor.zero_)
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class TorchNetwork(Protocol):
@@ -96,13 +94,15 @@ class TorchComponents(ModelComponents):
         parameters, counts, types = _check(component, network, weights, names)
         adaptation = TorchAdaptation(component, network.sanitize, network.skip, library)
         loader = _NetworkLoader(library, weights, parameters, build_empty, network)
-        load, size = loader.load, loader.compute_size(counts)
-        least = size
+        size = least = loader.compute_size(counts)
         if library.can_offload(types):
             least = compute_least_count(network.module, counts) * library.itemsize
         request_adaptation = adaptation if is_adapted else None
-        sizes = size, least
-        return LayeredModule(config, sizes, load, request_adaptation, library.memory.clear, skipped)
+        module: Module = LayeredModule(
+            config, (size, least), loader.load, request_adaptation, library.memory.clear, skipped
+        )
+        module.keep = loader.keep
+        return module
 
 
 class _NetworkLoader:
@@ -133,12 +133,25 @@ class _NetworkLoader:
     @computing
     def load(self, *, in_layers: bool) -> TorchNetwork:
         """Return the network with its tensors; ``in_layers`` as of ``_fill``."""
-        network = self._checked or self._make()
+        network, is_again = self._checked or self._make(), self._checked is None
         self._checked = None
-        self._fill(network, in_layers=in_layers)
+        self._fill(network, in_layers=in_layers, is_again=is_again)
         return network
 
-    def _fill(self, network: TorchNetwork, *, in_layers: bool) -> None:
+    def keep(self, is_stopped: Callable[[], bool]) -> None:
+        """Copy the weights to the memory of this machine, for the next load, if there is room.
+
+        Raises StoreError.
+        """
+        cache = self._library.host
+        for name in self._parameters:
+            for values in self._weights.find(name).ranges:
+                if is_stopped():
+                    return
+                if cache.find(values) is None and keep_on_host(values, cache) is None:
+                    return
+
+    def _fill(self, network: TorchNetwork, *, in_layers: bool, is_again: bool) -> None:
         """Give a network its tensors, in the compute type, and recompute tables that no file has.
 
         ``in_layers``: tensors of layers stay as they are until the layer runs. The names were
@@ -148,21 +161,22 @@ class _NetworkLoader:
         modules, layers = dict(module.named_modules()), {}
         if in_layers:
             layers = dict(iter_layers(module))
-        for name, parameter in self._parameters.items():
-            path, _, key = parameter.rpartition(".")
-            is_later = ".".join(parameter.split(".", 2)[:2]) in layers
-            value: torch.Tensor | None = self._row_scaled.read(name)
-            if value is None:
-                stored = read_tensor(self._weights, name, CPU if is_later else library.device)
+        with library.begin_load(is_again=is_again) as load:
+            for name, parameter in self._parameters.items():
+                tensor = self._weights.find(name)
                 # A blob that was still arriving at the check has its type verified here
-                if stored.dtype not in _FLOATS:
+                if tensor.quantization is None and tensor.dtype not in FLOATS:
                     raise _build_type_error(self._weights.component, name)
-                value = stored if is_later else stored.to(library.device, library.dtype)
-            kind = "_parameters" if key in vars(modules[path])["_parameters"] else "_buffers"
-            if kind == "_parameters":
-                value = torch.nn.Parameter(value, requires_grad=False)
-            # ``setattr`` takes several times as long
-            vars(modules[path])[kind][key] = value
+                path, _, key = parameter.rpartition(".")
+                is_later = ".".join(parameter.split(".", 2)[:2]) in layers
+                value: torch.Tensor | None = self._row_scaled.read(name)
+                if value is None:
+                    value = self._weights.read_torch(name) if is_later else load.read(tensor)
+                kind = "_parameters" if key in vars(modules[path])["_parameters"] else "_buffers"
+                if kind == "_parameters":
+                    value = torch.nn.Parameter(value, requires_grad=False)
+                # ``setattr`` takes several times as long
+                vars(modules[path])[kind][key] = value
         for layer in layers.values():
             LayerOffload(layer, library.device, library.dtype)
         module.eval()

@@ -1,39 +1,33 @@
-"""Dequantization by PyTorch, on any device: bit for bit ``model/dequantize.py``, on all cores."""
+"""Dequantization on a device: the numbers of ``model/dequantize.py``, bit for bit.
+
+A matrix is computed in slabs of rows, because a value takes up to 16 bytes meanwhile.
+"""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
+from clowder_aimage.model import tensor_view
 from clowder_aimage.model.dequantize import compute_factor_shape
-from clowder_aimage.model.weights import ModelWeights
+from clowder_aimage.model.stored_tensor import StoredTensor
 from clowder_aimage.tensor import Quantization
 from clowder_aimage.tensor.blob import BIAS, GLOBAL_SCALE, SCALE
-from clowder_aimage.tensor.float_code import E2M1, E4M3, E8M0
+from clowder_aimage.tensor.float_code import E2M1, E4M3, E8M0, Floats
+
+# Values of a slab
+_SLAB = 1 << 24
 
 
-def read_tensor(weights: ModelWeights, name: str, device: str) -> torch.Tensor:
-    """Return a tensor as ``ModelWeights.read_torch``; on the device, in float32, if it has codes.
+def read_parts(tensor: StoredTensor, device: str) -> dict[str, torch.Tensor]:
+    """Return the stored parts of a quantized tensor on the device, by their suffixes.
 
-    Codes are copied to the device, and dequantized there. Raises as ``read_torch``.
-    """
-    quantization = weights.get_quantization(name)
-    if quantization is None:
-        tensor: torch.Tensor = weights.read_torch(name)
-        return tensor
-    return dequantize(quantization, read_parts(weights, name, device))
-
-
-def read_parts(weights: ModelWeights, name: str, device: str) -> dict[str, torch.Tensor]:
-    """Return the stored parts of a quantized tensor on the device, as ``ModelWeights.read_parts``.
-
-    Codes are their bytes, (..., bytes). Raises as ``read_parts``.
+    Codes have the key "", and are bytes (..., rows, bytes). Raises as ``read_numpy_range``.
     """
     parts = {}
-    for suffix, array in weights.read_parts(name).items():
+    for suffix, tensor_range in {"": tensor.values, **tensor.parts}.items():
+        array = tensor_view.read_numpy_range(tensor_range)
         # PyTorch warns of arrays that are read-only; the pages are private
         array.flags.writeable = True
         codes = array if suffix else array.view("u1")
@@ -41,38 +35,57 @@ def read_parts(weights: ModelWeights, name: str, device: str) -> dict[str, torch
     return parts
 
 
-def dequantize(quantization: Quantization, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return the values of codes, (..., columns), in float32.
+def dequantize_into(
+    target: torch.Tensor,
+    quantization: Quantization,
+    parts: Mapping[str, torch.Tensor],
+    slab: int = _SLAB,
+) -> None:
+    """Fill a contiguous tensor (..., rows, columns) on the device, in its own type.
 
-    parts: as ``read_parts`` returns them.
+    ``parts`` are as stored: codes at "" in bytes (..., rows, bytes), scales and biases (..., rows,
+    groups), bytes or floats, and the global scale.
     """
-    kind = quantization.type
-    codes, scales, biases = parts[""], parts[SCALE], parts.get(BIAS)
-    if kind.bits == 4:
-        codes = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2)
-    grouped = codes.unflatten(-1, (-1, quantization.group_size))
-    if biases is not None:
-        # Not one function: it would round once
-        values = grouped.float() * scales.float()[..., None]
-        values = values + biases.float()[..., None]
-    else:
-        table = "e4m3" if kind.bits == 8 else "e2m1"
-        scale_table = "e4m3" if kind.name == "nvfp4" else "e8m0"
-        values = _decode(grouped, table) * _decode(scales, scale_table)[..., None]
-    values = values.flatten(-2)
-    if (factor := parts.get(GLOBAL_SCALE)) is None:
-        return values
-    return values * factor.reshape(compute_factor_shape(tuple(factor.shape), values.ndim))
+    kind, columns = quantization.type, target.shape[-1]
+    values = target.reshape(-1, columns)
+    rows = {name: part.reshape(len(values), -1) for name, part in parts.items() if name in _ROWS}
+    factor = parts.get(GLOBAL_SCALE)
+    if factor is not None:
+        shape = compute_factor_shape(tuple(factor.shape), target.ndim)
+        each = factor.float().reshape(shape).expand(*target.shape[:-1], 1)
+        rows[GLOBAL_SCALE] = each.reshape(-1, 1)
+    table = decode = None
+    if BIAS not in parts:
+        table = _put(E4M3 if kind.bits == 8 else E2M1, target.device)
+        decode = _put(E4M3 if kind.name == "nvfp4" else E8M0, target.device)
+    step = max(1, slab // columns)
+    for first in range(0, len(values), step):
+        part = {name: row[first : first + step] for name, row in rows.items()}
+        codes = part[""] if kind.bits == 8 else _unpack(part[""])
+        grouped = codes.reshape(len(codes), -1, quantization.group_size)
+        if table is None or decode is None:
+            result = grouped.float() * part[SCALE].float()[..., None]
+            result += part[BIAS].float()[..., None]
+        else:
+            result = _look_up(table, grouped) * _look_up(decode, part[SCALE])[..., None]
+        result = result.reshape(-1, columns)
+        if factor is not None:
+            result = result * part[GLOBAL_SCALE]
+        values[first : first + step] = result
 
 
-_TABLES: Mapping[str, Any] = {"e4m3": E4M3, "e2m1": E2M1, "e8m0": E8M0}
+_ROWS = ("", SCALE, BIAS)
 
 
-def _decode(codes: torch.Tensor, name: str) -> torch.Tensor:
-    found = _build_table(name, str(codes.device)).index_select(0, codes.flatten().int())
-    return found.reshape(codes.shape)
+def _put(table: Floats, device: torch.device) -> torch.Tensor:
+    return torch.tensor(table, device=device)
 
 
-@functools.cache
-def _build_table(name: str, device: str) -> torch.Tensor:
-    return torch.from_numpy(_TABLES[name].copy()).to(device)
+def _look_up(table: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+    # An index of bytes would be a mask
+    return table.index_select(0, codes.reshape(-1).int()).reshape(codes.shape)
+
+
+def _unpack(octets: torch.Tensor) -> torch.Tensor:
+    """Return two codes for each byte; the lowest bits are the first one."""
+    return torch.stack([octets & 15, octets >> 4], dim=-1).reshape(len(octets), -1)

@@ -47,7 +47,7 @@ class RowScaledWeights:
         """Return a tensor on the device, or None if it is not computed in fp8.
 
         Raises ModelError: its codes are of another form, in a component whose floats are quantized;
-        or its values are not finite. Also as ``read_parts``.
+        or its values are not finite. Also as ``find`` and ``read_parts``.
         """
         if not self.has(name):
             return None
@@ -61,7 +61,7 @@ class RowScaledWeights:
                 )
             return RowScaledTensor.of(values, library.dtype)
         if stored.type == ROW_SCALED.type:
-            parts = read_parts(self._weights, name, library.device)
+            parts = read_parts(self._weights.find(name), library.device)
             scales = parts[SCALE]
             if GLOBAL_SCALE not in parts and bool((scales == scales[:, :1]).all()):
                 factors = torch.exp2(scales[:, 0].double() - 127).float()
