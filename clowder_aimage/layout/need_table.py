@@ -77,7 +77,7 @@ class NeedTable:
             data = _encode(self.digests, self._used)
             if len(data) <= _MAX_SIZE:
                 directory = make_directory(self._root, PRIVATE, _KIND)
-                write_shared(directory / _NAME, data, durable=False)
+                write_shared(directory / _NAME, (data,), durable=False)
 
 
 def _read(root: Path) -> bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 
 from clowder_aimage.errors import UsageError
-from clowder_aimage.layout.index import is_same_name
+from clowder_aimage.layout.entry_name import is_same_name
 from clowder_aimage.layout.layout import ImageLayout, index_name
 from clowder_aimage.oci import Descriptor, Reference
 
