@@ -211,7 +211,7 @@ class Settings(CallerSettings):
     page: bool = True
     backend: Literal["auto", "mlx", "torch"] = "auto"
     backends: Annotated[dict[Name, Literal["auto", "mlx", "torch"]], _BACKENDS] = {}
-    compile: bool = False
+    compile: Literal["never", "background", "now"] | None = None
     attention: str | None = None
     device: Annotated[str | None, BeforeValidator(_check_device)] = None
     dtype: Literal["float32", "f32", "bfloat16", "bf16"] | None = None

@@ -20,6 +20,8 @@ from clowder_aimage.errors import UsageError, build_extra_error
 
 AUTO, MLX, TORCH = "auto", "mlx", "torch"
 BACKENDS = (AUTO, MLX, TORCH)
+# When PyTorch compiles: not at all, beside the first steps, or before the model is ready
+COMPILE = NEVER, BACKGROUND, NOW = "never", "background", "now"
 # The description of MLX on a CPU without a fast BLAS
 SLOW = "cpu (no fast BLAS)"
 OLDEST = {"torch": (2, 6), "diffusers": (0, 42), "transformers": (5, 0)}
@@ -36,12 +38,13 @@ _SHORT = {"f32": "float32", "bf16": "bfloat16"}
 class TorchTuning:
     """Options of PyTorch alone.
 
-    compile: compile the layers of transformers when they run first. attention: diffusers' name of
-    an attention backend, such as flash or sage; None for that of PyTorch. device: PyTorch's name
-    of a device, such as cuda:1; None for the first GPU that works, else the CPU.
+    compile: when networks are compiled, one of COMPILE; None for ``background`` on CUDA, else
+    ``never``. attention: diffusers' name of an attention backend, such as flash or sage; None for
+    that of PyTorch. device: PyTorch's name of a device, such as cuda:1; None for the first GPU that
+    works, else the CPU.
     """
 
-    compile: bool = False
+    compile: str | None = None
     attention: str | None = None
     device: str | None = None
 

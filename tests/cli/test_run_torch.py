@@ -41,7 +41,7 @@ def test_options_of_pytorch_are_refused_with_their_remedies(aimage: Callable[[],
     here = aimage()
     here("create", "tiny", TINY)
     how = ("run", "tiny", "a fox", *PICTURE, "--local", "-o", "t.png")
-    said = here(*how, "--backend", "mlx", "--compile", code=2).err
+    said = here(*how, "--backend", "mlx", "--compile", "now", code=2).err
     assert (
         "mlx was selected, but a device, compilation" in said
         and "select it with --backend torch" in said

@@ -210,7 +210,7 @@ def run(
     # Wrong options, before a load.
     if is_text:
         build_text_request(values, [{"role": "user", "content": ""}])
-    tuning = TorchTuning(bool(values["compile"]), values["attention"], values["device"])
+    tuning = TorchTuning(values["compile"], values["attention"], values["device"])
     options = LocalOptions(
         dtype, memory, backend, tuning, precision, values["lora_dir"], is_last=prompt is not None
     )

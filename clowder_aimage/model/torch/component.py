@@ -1,8 +1,7 @@
-"""The components of a model as networks of diffusers and transformers.
+"""The components of a model as networks of PyTorch.
 
 A network is made on PyTorch's meta device, without values; its parameters become tensors over the
-blobs, mapped copy-on-write, or copies of them in the compute type on the device. Nothing is
-downloaded.
+blobs, mapped copy-on-write, or copies of them in the compute type on the device.
 """
 
 from __future__ import annotations
@@ -10,66 +9,27 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from clowder_aimage.errors import ModelError
 from clowder_aimage.model.flow.component import ModelComponents
 from clowder_aimage.model.flow.memory_budget import LayeredModule, Module
 from clowder_aimage.model.parameter_names import FLOATS, check_shape, match_tensors
 from clowder_aimage.model.torch.adapted_network import TorchAdaptation
+from clowder_aimage.model.torch.device import CPU
 from clowder_aimage.model.torch.layer_offload import LayerOffload, compute_least_count, iter_layers
 from clowder_aimage.model.torch.library import TorchLibrary, computing
-from clowder_aimage.model.torch.tuning import tune
+from clowder_aimage.model.torch.network import TorchNetwork
 from clowder_aimage.model.weights import ModelWeights
 
-# A counter of the training, without a parameter here
-_COUNTERS = ("num_batches_tracked",)
-_FACTORIES = (torch.empty, torch.ones, torch.zeros)
-# The functions of torch.nn.init that fill parameters
-_FILLING = (torch.Tensor.fill_, torch.Tensor.zero_)
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-
-
-class TorchNetwork(Protocol):
-    """A network that is called with arrays of the library; ``module`` has its parameters."""
-
-    module: Any
-
-    @staticmethod
-    def sanitize(name: str) -> str:
-        """Return the name of the parameter for a tensor."""
-        ...
-
-    def skip(self, name: str) -> bool:
-        """Return True for tensors that are not used."""
-        ...
-
-
-class _Unfilled(TorchFunctionMode):  # type: ignore[misc]
-    """A context that makes modules without values: neither memory nor initial values.
-
-    Their parameters are on the meta device. Tables that modules compute are computed.
-    """
-
-    def __torch_function__(
-        self, function: Any, _: Any, arguments: Any = (), keywords: Any = None, /
-    ) -> Any:
-        keywords = keywords or {}
-        if function in _FACTORIES:
-            return torch.empty(*arguments, **keywords | {"device": "meta"})
-        if function in _FILLING and arguments[0].is_meta:
-            return arguments[0]
-        if getattr(function, "__module__", "") == torch.nn.init.__name__:
-            return arguments[0] if arguments else keywords["tensor"]
-        return function(*arguments, **keywords)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TorchComponents(ModelComponents):
-    """Networks of PyTorch: ``make`` makes one from its parsed config and the fields of its file."""
+    """Networks of PyTorch: ``make`` makes one from its parsed config and the library."""
 
     library: TorchLibrary
 
@@ -81,13 +41,13 @@ class TorchComponents(ModelComponents):
         *,
         is_adapted: bool = True,
     ) -> Module:
+        library, component = self.library, weights.component
+
         def build_empty() -> TorchNetwork:
-            with _Unfilled():
-                network: TorchNetwork = make(config, weights.config)
-            tune(network.module, self.library.tuning)
+            network: TorchNetwork = make(config, library)
             return network
 
-        library, component, network = self.library, weights.component, build_empty()
+        network = build_empty()
         names = [name for name in weights if not network.skip(name)]
         skipped = tuple(f"{component}/{name}" for name in weights if network.skip(name))
         parameters, counts, types = _check(component, network, weights, names)
@@ -128,13 +88,13 @@ class _NetworkLoader:
         return network
 
     def _fill(self, network: TorchNetwork, *, in_layers: bool) -> None:
-        """Give a network its tensors, in the compute type, and recompute tables that no file has.
+        """Give a network its tensors, in the compute type.
 
         ``in_layers``: tensors of layers stay as they are until the layer runs. The names were
         checked, so that ``load_state_dict`` could only take longer.
         """
         library, module = self._library, network.module
-        modules, layers = dict(module.named_modules()), {}
+        modules, layers, is_copied = dict(module.named_modules()), {}, True
         if in_layers:
             layers = dict(iter_layers(module))
         for name, parameter in self._parameters.items():
@@ -142,20 +102,17 @@ class _NetworkLoader:
             # A blob that was still arriving at the check has its type verified here
             if stored.dtype not in _FLOATS:
                 raise _build_type_error(self._weights.component, name)
+            # A CPU that computes in the type of the blobs has them mapped
+            is_copied &= library.device != CPU or stored.dtype != library.dtype
             path, _, key = parameter.rpartition(".")
             is_later = ".".join(parameter.split(".", 2)[:2]) in layers
             value = stored if is_later else stored.to(library.device, library.dtype)
-            kind = "_parameters" if key in vars(modules[path])["_parameters"] else "_buffers"
-            if kind == "_parameters":
-                value = torch.nn.Parameter(value, requires_grad=False)
             # ``setattr`` takes several times as long
-            vars(modules[path])[kind][key] = value
+            parameters = vars(modules[path])["_parameters"]
+            parameters[key] = torch.nn.Parameter(value, requires_grad=False)
         for layer in layers.values():
             LayerOffload(layer, library.device, library.dtype)
-        module.eval()
-        if (rotary := getattr(module, "rotary_emb", None)) is not None:
-            # The tables of rotary positions are computed, not stored
-            rotary.to(library.device)
+        network.finish(in_layers=in_layers, is_copied=is_copied)
 
 
 def _check(
@@ -166,9 +123,7 @@ def _check(
     Raises ModelError: a tensor is missing, unexpected, or has another shape or type.
     """
     parameter_shapes = {
-        name: tuple(value.shape)
-        for name, value in network.module.state_dict().items()
-        if not name.endswith(_COUNTERS)
+        name: tuple(value.shape) for name, value in network.module.state_dict().items()
     }
     matches = match_tensors(component, network.sanitize, parameter_shapes, names)
     types: set[str | None] = set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
@@ -12,10 +13,17 @@ import torch
 
 from clowder_aimage.errors import ModelError, NoMemoryError
 from clowder_aimage.model.flow.array_library import MIB, Floats
-from clowder_aimage.model.library_choice import TorchTuning, choose_dtype_name
+from clowder_aimage.model.library_choice import (
+    BACKGROUND,
+    NEVER,
+    TorchTuning,
+    choose_dtype_name,
+)
+from clowder_aimage.model.torch.attention import Attention, select_attention
+from clowder_aimage.model.torch.compiler import check_compiler
 from clowder_aimage.model.torch.device import CPU, CUDA, MPS, describe_unused_device, select_device
+from clowder_aimage.model.torch.graph import SHARE, CudaPass, Record
 from clowder_aimage.model.torch.step_cache import TorchStepCache
-from clowder_aimage.model.torch.tuning import check_compiler
 
 # Bytes of attention scores at a time
 _SCORES = 256 * MIB
@@ -68,6 +76,8 @@ class TorchMemory:
         return int(torch.cuda.max_memory_allocated(self._device))
 
     def clear(self) -> None:
+        # The layers of a network refer to each other
+        gc.collect()
         if self.kind == CUDA:
             torch.cuda.empty_cache()
         elif self.kind == MPS:
@@ -120,6 +130,7 @@ class TorchLibrary:
     def __init__(self, device: str, dtype: torch.dtype, tuning: TorchTuning | None = None) -> None:
         self.device, self.dtype, self.itemsize = device, dtype, int(dtype.itemsize)
         self.memory, self.tuning = TorchMemory(device), tuning or TorchTuning()
+        self.attention: Attention = select_attention(self.tuning.attention)
         self.warning: str | None = None
 
     @classmethod
@@ -134,9 +145,25 @@ class TorchLibrary:
             device, getattr(torch, choose_dtype_name(dtype, is_gpu=device != CPU)), tuning
         )
         library.warning = describe_unused_device(tuning.device)
-        if tuning.compile:
+        if tuning.compile not in (None, NEVER):
             check_compiler(device)
         return library
+
+    @property
+    def compile_mode(self) -> str:
+        """When blocks are compiled: ``never`` on a CPU and ``background`` on CUDA by default."""
+        return self.tuning.compile or (BACKGROUND if self.memory.kind == CUDA else NEVER)
+
+    @property
+    def recorder(self) -> tuple[Record | None, int]:
+        """The function that records forward passes, if the device can, and the bytes for them."""
+        if self.memory.kind != CUDA:
+            return None, 0
+        return CudaPass, (self.memory.total or 0) // SHARE
+
+    @property
+    def is_warmed_up(self) -> bool:
+        return self.memory.kind == CUDA
 
     @property
     def dtype_name(self) -> str:
@@ -152,11 +179,9 @@ class TorchLibrary:
     def can_offload(self, types: Collection[str | None]) -> bool:
         """Return True if layers can be on the device one by one, for the types of their tensors.
 
-        Compiled layers cannot. On a CPU only tensors that are converted take memory at all, and
+        They are not compiled then. On a CPU only tensors that are converted take memory at all, and
         quantized ones (None) would take it too.
         """
-        if self.tuning.compile:
-            return False
         return self.device != CPU or (None not in types and {*types} != {_TYPES[self.dtype]})
 
     @computing
