@@ -148,7 +148,7 @@ def test_blocks_that_are_compiled_in_a_thread_are_used_when_they_are_ready(
     assert counter.frame_count == 2
     networks = compiled.networks
     blocks = networks.transformer.get().blocks
-    assert blocks.form.is_ready(blocks.find_variant(1))
+    assert blocks.form.is_ready(blocks.has_branches)
     latents = np.zeros((networks.vae.config.latent_channels, 36, 44), np.float32)
     assert np.abs(networks.decode(latents) - exact.networks.decode(latents).astype(int)).max() <= 1
     compare(compiled, exact, REQUEST)

@@ -98,15 +98,16 @@ class TorchAdaptation(NetworkAdaptation):
             raise ModelError(f"{self.component}/{name[:200]} cannot be changed by an adapter")
         values = original.detach().to("cpu", torch.float32, copy=True).numpy()
         changed = torch.from_numpy(dense.apply_changes(values, changes))
-        if isinstance(layer, Linear) and layer.is_joined:
-            # The product reads the tensor of the group: another one would have no effect
-            before = original.to("cpu", copy=True)
-            self._undoing.append(computing(lambda: original.copy_(before)))
-            original.copy_(changed)
-            return
         changed = changed.to(original.device, self._target["dtype"])
+        group = layer.joined_group if isinstance(layer, Linear) else None
+        if group is not None:
+            self._undoing.append(group.keep())
+        else:
+            self._undoing.append(partial(setattr, layer, parameter, original))
         setattr(layer, parameter, torch.nn.Parameter(changed, requires_grad=False))
-        self._undoing.append(lambda: setattr(layer, parameter, original))
+        if group is not None:
+            # Its product reads the tensor of the group
+            group.join()
 
     def _build_branch(self, layer: Branching, changes: _BranchChanges, *, is_equal: bool) -> Branch:
         """Return the branch of a layer; ``is_equal``: its rank fits compiled code."""

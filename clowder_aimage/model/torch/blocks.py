@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
@@ -15,43 +15,24 @@ from clowder_aimage.model.torch.graph import PassCache
 from clowder_aimage.model.torch.library import TorchLibrary
 from clowder_aimage.model.torch.operation import Branch, Branching, iter_branching
 
-# Lengths of the inputs that are compiled first: any other is a value of the same variables
+# Of the inputs that are compiled first: any other length or rank is a value of the same variables
 LENGTH, RANK = 64, 16
-# Where the length is, in arrays of (pictures, length, ...)
-_PICTURES, _LENGTH = 0, 1
-
-
-class Variant(NamedTuple):
-    """Inputs of blocks that share their compiled code.
-
-    branches: 0 without adapters, 1 with the same for all pictures, 2 with those of each.
-    """
-
-    is_batch: bool = False
-    branches: int = 0
-    has_mask: bool = False
-
-    @property
-    def pictures(self) -> int:
-        """Return the number of pictures to compile for; in a batch it is a variable."""
-        return 2 if self.is_batch else 1
-
-
-# The arguments of a block for a variant
-BuildArguments = Callable[[torch.nn.Module, Variant], Sequence[Any]]
+# The axis of the length in arrays of (1, length, ...)
+_LENGTH = 1
 
 
 class BlockRunner:
     """The blocks of a network, with their compiled form and the recorded passes.
 
-    build_arguments: return arguments of a block for a variant, of any values.
+    The code with branches of adapters is another one: a variant. build_arguments: return arguments
+    of a block, of any values.
     """
 
     def __init__(
         self,
         library: TorchLibrary,
         list_blocks: Callable[[], Iterator[torch.nn.Module]],
-        build_arguments: BuildArguments,
+        build_arguments: Callable[[torch.nn.Module], Sequence[Any]],
     ) -> None:
         self._list_blocks, self._build_arguments = list_blocks, build_arguments
         self._library = library
@@ -67,73 +48,62 @@ class BlockRunner:
         """Call blocks as they are: their tensors are on the device only while they run."""
         self.form = CompiledForm(NEVER)
 
-    def find_variant(self, pictures: int, *, has_mask: bool = False) -> Variant:
-        """Return the variant of the inputs with the branches that the blocks have now."""
-        downs = [layer.down for layer in self.iter_branching() if layer.down is not None]
-        branches = 0 if not downs else 1 + (max(len(down) for down in downs) > 1)
-        return Variant(pictures > 1, branches, has_mask)
+    @property
+    def has_branches(self) -> bool:
+        """Return True if adapters have branches in the blocks."""
+        return any(layer.down is not None for layer in self.iter_branching())
 
     def iter_branching(self) -> Iterator[Branching]:
         """Yield the linear layers of the blocks."""
         for block in self._list_blocks():
             yield from iter_branching(block)
 
-    def select(self, variant: Variant) -> Run:
+    def select(self) -> Run:
         """Return the function that calls blocks."""
-        return self.form.select(variant, partial(self._warm, variant))
+        has_branches = self.has_branches
+        return self.form.select(has_branches, partial(self._warm, has_branches))
 
-    def run(
-        self, variant: Variant, compute: Callable[..., torch.Tensor], *inputs: Any
-    ) -> torch.Tensor:
-        """Return ``compute(run, *inputs)``, replayed if the variant is compiled.
+    def run(self, compute: Callable[..., torch.Tensor], *inputs: Any) -> torch.Tensor:
+        """Return ``compute(run, *inputs)``, replayed if the blocks are compiled.
 
-        inputs: tensors or None, in tuples and dictionaries. ``run`` calls a block.
+        inputs: tensors in tuples and dictionaries. ``run`` calls a block.
         """
-        run = self.select(variant)
-        if not self.form.is_ready(variant):
+        run, has_branches = self.select(), self.has_branches
+        if not self.form.is_ready(has_branches):
             return compute(run, *inputs)
-        leaves, tree = pytree.tree_flatten(inputs)
-        shapes = tuple(None if leaf is None else leaf.shape for leaf in leaves)
+        tensors, tree = pytree.tree_flatten(inputs)
 
         def compute_tensors(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-            values = iter(tensors)
-            filled = [None if shape is None else next(values) for shape in shapes]
-            return compute(run, *pytree.tree_unflatten(filled, tree))
+            return compute(run, *pytree.tree_unflatten(list(tensors), tree))
 
-        tensors = [leaf for leaf in leaves if leaf is not None]
-        return self.passes.run((variant, shapes, str(tree)), compute_tensors, tensors)
+        key = has_branches, tuple(tensor.shape for tensor in tensors), str(tree)
+        return self.passes.run(key, compute_tensors, tensors)
 
-    def _warm(self, variant: Variant, run: Run) -> None:
+    def _warm(self, has_branches: bool, run: Run) -> None:
         """Call all blocks with values of no meaning; their own branches are not used."""
         for block in self._list_blocks():
             copied = copy_module(block)
             for layer in iter_branching(copied):
-                layer.set_branch(self._build_branch(layer, variant))
-            run(copied, *self._build_arguments(block, variant))
+                layer.set_branch(self._build_branch(layer) if has_branches else None)
+            run(copied, *self._build_arguments(block))
 
-    def _build_branch(self, layer: Branching, variant: Variant) -> Branch | None:
-        if not variant.branches:
-            return None
-        pictures = variant.pictures if variant.branches > 1 else 1
-        outputs, inputs = sum(layer.sizes), layer.inputs
-        down = self.build_tensor(pictures, RANK, inputs)
-        up = self.build_tensor(pictures, outputs, RANK)
+    def _build_branch(self, layer: Branching) -> Branch:
+        outputs = sum(layer.sizes)
+        down, up = self.build_tensor(1, RANK, layer.inputs), self.build_tensor(1, outputs, RANK)
         mark_variable(down, 1)
         mark_variable(up, 2)
-        return Branch(down, up, self.build_tensor(pictures, 1, outputs))
+        return Branch(down, up, self.build_tensor(1, 1, outputs))
 
-    def build_tensor(
-        self, *shape: int, dtype: torch.dtype | None = None, dynamic: tuple[int, ...] = ()
-    ) -> torch.Tensor:
-        """Return zeros whose ``dynamic`` axes are variables, and the first one in a batch."""
-        tensor = torch.zeros(shape, device=self._library.device, dtype=dtype or self._library.dtype)
-        axes = [*dynamic, *([_PICTURES] if shape[_PICTURES] > 1 else [])]
-        mark_variable(tensor, *axes)
-        return tensor
+    def build_tensor(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return zeros on the device, in the compute type or another one."""
+        library = self._library
+        return torch.zeros(shape, device=library.device, dtype=dtype or library.dtype)
 
     def build_length(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return zeros (pictures, length, ...) whose length is a variable."""
-        return self.build_tensor(*shape, dtype=dtype, dynamic=(_LENGTH,))
+        """Return zeros (1, length, ...) whose length is a variable."""
+        tensor = self.build_tensor(*shape, dtype=dtype)
+        mark_variable(tensor, _LENGTH)
+        return tensor
 
 
 def copy_module(module: torch.nn.Module) -> torch.nn.Module:

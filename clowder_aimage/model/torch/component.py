@@ -18,7 +18,6 @@ from clowder_aimage.model.flow.component import ModelComponents
 from clowder_aimage.model.flow.memory_budget import LayeredModule, Module
 from clowder_aimage.model.parameter_names import FLOATS, check_shape, match_tensors
 from clowder_aimage.model.torch.adapted_network import TorchAdaptation
-from clowder_aimage.model.torch.device import CPU
 from clowder_aimage.model.torch.layer_offload import LayerOffload, compute_least_count, iter_layers
 from clowder_aimage.model.torch.library import TorchLibrary, computing
 from clowder_aimage.model.torch.network import TorchNetwork
@@ -55,7 +54,9 @@ class TorchComponents(ModelComponents):
         least = sum(counts.values())
         if library.can_offload(types):
             least = compute_least_count(network.module, counts)
-        load = _NetworkLoader(library, weights, parameters, build_empty, network).load
+        load = _NetworkLoader(
+            library, weights, parameters, build_empty, network, is_copied=library.must_copy(types)
+        ).load
         request_adaptation = adaptation if is_adapted else None
         sizes = sum(counts.values()) * library.itemsize, least * library.itemsize
         return LayeredModule(config, sizes, load, request_adaptation, library.memory.clear, skipped)
@@ -65,6 +66,7 @@ class _NetworkLoader:
     """The loads of a network: the first one fills the network that was ``checked``.
 
     parameters: their names, by those of the tensors. make: return another network, without values.
+    is_copied: tensors are copied from those of the blobs.
     """
 
     def __init__(
@@ -74,7 +76,10 @@ class _NetworkLoader:
         parameters: Mapping[str, str],
         make: Callable[[], TorchNetwork],
         checked: TorchNetwork,
+        *,
+        is_copied: bool,
     ) -> None:
+        self._is_copied = is_copied
         self._library, self._weights, self._parameters = library, weights, parameters
         self._make = make
         self._checked: TorchNetwork | None = checked
@@ -85,6 +90,7 @@ class _NetworkLoader:
         network = self._checked or self._make()
         self._checked = None
         self._fill(network, in_layers=in_layers)
+        network.finish(in_layers=in_layers, is_copied=self._is_copied)
         return network
 
     def _fill(self, network: TorchNetwork, *, in_layers: bool) -> None:
@@ -94,7 +100,7 @@ class _NetworkLoader:
         checked, so that ``load_state_dict`` could only take longer.
         """
         library, module = self._library, network.module
-        modules, layers, is_copied = dict(module.named_modules()), {}, True
+        modules, layers = dict(module.named_modules()), {}
         if in_layers:
             layers = dict(iter_layers(module))
         for name, parameter in self._parameters.items():
@@ -102,8 +108,6 @@ class _NetworkLoader:
             # A blob that was still arriving at the check has its type verified here
             if stored.dtype not in _FLOATS:
                 raise _build_type_error(self._weights.component, name)
-            # A CPU that computes in the type of the blobs has them mapped
-            is_copied &= library.device != CPU or stored.dtype != library.dtype
             path, _, key = parameter.rpartition(".")
             is_later = ".".join(parameter.split(".", 2)[:2]) in layers
             value = stored if is_later else stored.to(library.device, library.dtype)
@@ -112,7 +116,6 @@ class _NetworkLoader:
             parameters[key] = torch.nn.Parameter(value, requires_grad=False)
         for layer in layers.values():
             LayerOffload(layer, library.device, library.dtype)
-        network.finish(in_layers=in_layers, is_copied=is_copied)
 
 
 def _check(

@@ -182,7 +182,11 @@ class TorchLibrary:
         They are not compiled then. On a CPU only tensors that are converted take memory at all, and
         quantized ones (None) would take it too.
         """
-        return self.device != CPU or (None not in types and {*types} != {_TYPES[self.dtype]})
+        return self.must_copy(types) and (self.device != CPU or None not in types)
+
+    def must_copy(self, types: Collection[str | None]) -> bool:
+        """Return True unless tensors of all these types are mapped; that of quantized is None."""
+        return self.device != CPU or {*types} != {_TYPES[self.dtype]}
 
     @computing
     def to_array(self, values: npt.NDArray[Any]) -> torch.Tensor:

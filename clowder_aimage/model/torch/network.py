@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from clowder_aimage.model.torch.blocks import BlockRunner, Variant
+from clowder_aimage.model.torch.blocks import BlockRunner
 from clowder_aimage.model.torch.operation import join_layers
 
 
@@ -43,4 +43,4 @@ class TorchNetwork:
     def compile(self) -> None:
         """Begin to compile, or compile, by the mode of the library."""
         if self.blocks is not None:
-            self.blocks.select(Variant())
+            self.blocks.select()

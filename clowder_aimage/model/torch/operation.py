@@ -15,8 +15,11 @@ import numpy.typing as npt
 import torch
 from torch.nn import functional
 
-# Cosines and sines: (pictures or 1, length, 1, channels / 2)
+# Cosines and sines: (1, length, 1, channels / 2)
 Table = tuple[torch.Tensor, torch.Tensor]
+
+
+_TENSORS = "weight", "bias"
 
 
 def build_parameter(*shape: int) -> torch.nn.Parameter:
@@ -28,8 +31,8 @@ def build_parameter(*shape: int) -> torch.nn.Parameter:
 class Branch:
     """Changes of low rank beside a linear layer: up(down(x)) + shift.
 
-    down: (pictures or 1, rank, inputs); up: (pictures or 1, outputs, rank); shift: (pictures or 1,
-    1, outputs). The factors of the changes are a part of ``up``.
+    down: (1, rank, inputs); up: (1, outputs, rank); shift: (1, 1, outputs). The factors of the
+    changes are a part of ``up``.
     """
 
     down: torch.Tensor
@@ -84,9 +87,9 @@ class Linear(Branching):
         return self.groups[0] if self.groups else self
 
     @property
-    def is_joined(self) -> bool:
-        """Return True if its tensors are views of those of the group."""
-        return bool(self.groups) and self.groups[0].weight is not None
+    def joined_group(self) -> LinearGroup | None:
+        """Return the group if its tensors are views of those of the group."""
+        return next((group for group in self.groups if group.weight is not None), None)
 
     @property
     def offset(self) -> int:
@@ -122,6 +125,17 @@ class LinearGroup(Branching):
         self.weight = self._join("weight")
         if self.members[0].bias is not None:
             self.bias = self._join("bias")
+
+    def keep(self) -> Callable[[], None]:
+        """Return a function that restores the present tensors, of the group and its members."""
+        layers: list[Branching] = [self, *self.members]
+        kept = [(layer, name, getattr(layer, name)) for layer in layers for name in _TENSORS]
+
+        def restore() -> None:
+            for layer, name, value in kept:
+                setattr(layer, name, value)
+
+        return restore
 
     def _join(self, name: str) -> torch.Tensor:
         joined = torch.cat([getattr(member, name) for member in self.members])

@@ -23,7 +23,7 @@ from clowder_aimage.model.flux2.reference_picture import (
     to_tokens,
 )
 from clowder_aimage.model.torch.autoencoder import LatentDecoder, LatentEncoder
-from clowder_aimage.model.torch.blocks import LENGTH, BlockRunner, Variant
+from clowder_aimage.model.torch.blocks import LENGTH, BlockRunner
 from clowder_aimage.model.torch.compiler import Run
 from clowder_aimage.model.torch.flux2.transformer import DoubleBlock, StepInputs, Transformer
 from clowder_aimage.model.torch.library import TorchLibrary, computing
@@ -70,12 +70,11 @@ class Flux2Network(TorchNetwork):
         """
         channels, height, width = latents.shape
         inputs = self._build_inputs(latents, sigma, caption, pictures)
-        variant, count = self.blocks.find_variant(1), height * width
+        count = height * width
         if cache is None:
-            compute = partial(self._compute, count)
-            tokens = self.blocks.run(variant, compute, inputs)
+            tokens = self.blocks.run(partial(self._compute, count), inputs)
         else:
-            tokens = self.module(inputs, count, self.blocks.select(variant), cache)
+            tokens = self.module(inputs, count, self.blocks.select(), cache)
         return tokens[0].T.reshape(channels, height, width)
 
     def _compute(self, count: int, run: Run, inputs: StepInputs) -> torch.Tensor:
@@ -114,17 +113,17 @@ class Flux2Network(TorchNetwork):
     def _iter_blocks(self) -> Iterator[torch.nn.Module]:
         yield from (*self.module.transformer_blocks, *self.module.single_transformer_blocks)
 
-    def _build_arguments(self, block: torch.nn.Module, variant: Variant) -> tuple[Any, ...]:
-        dim, build, pictures = self._config.dim, self.blocks.build_length, variant.pictures
+    def _build_arguments(self, block: torch.nn.Module) -> tuple[Any, ...]:
+        dim, build = self._config.dim, self.blocks.build_length
         is_double = isinstance(block, DoubleBlock)
         length = 2 * LENGTH if is_double else LENGTH
         shape = 1, length, 1, self._config.head_dim // 2
         rope = build(*shape, dtype=torch.float32), build(*shape, dtype=torch.float32)
         if is_double:
-            modulations = (self.blocks.build_tensor(pictures, 1, 6 * dim) for _ in range(2))
-            streams = (build(pictures, LENGTH, dim) for _ in range(2))
+            modulations = (self.blocks.build_tensor(1, 1, 6 * dim) for _ in range(2))
+            streams = (build(1, LENGTH, dim) for _ in range(2))
             return *streams, rope, *modulations
-        return build(pictures, LENGTH, dim), rope, self.blocks.build_tensor(pictures, 1, 3 * dim)
+        return build(1, LENGTH, dim), rope, self.blocks.build_tensor(1, 1, 3 * dim)
 
     @staticmethod
     def sanitize(name: str) -> str:

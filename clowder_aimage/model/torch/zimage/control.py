@@ -77,7 +77,7 @@ class ControlNet(torch.nn.Module):  # type: ignore[misc]
         refiner_hints: Hints = {}
         # Version 1.0 refines the control alone, without hints for the transformer's refiner
         if config.refiner == PLAIN:
-            plain = inputs.image_rope, time, None
+            plain = inputs.image_rope, time
             context = run_blocks(run, self.control_noise_refiner, context, plain, {})
         else:
             blocks = getattr(self, config.refiner)

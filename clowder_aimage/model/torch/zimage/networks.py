@@ -14,7 +14,7 @@ from clowder_aimage.model.flow.conditioning import Caption
 from clowder_aimage.model.flow.rope_table import compute_axes_table
 from clowder_aimage.model.flow.time_embedding import embed_time
 from clowder_aimage.model.torch.autoencoder import LatentDecoder, LatentEncoder
-from clowder_aimage.model.torch.blocks import LENGTH, BlockRunner, Variant
+from clowder_aimage.model.torch.blocks import LENGTH, BlockRunner
 from clowder_aimage.model.torch.compiler import Run
 from clowder_aimage.model.torch.library import TorchLibrary, computing
 from clowder_aimage.model.torch.network import TorchNetwork
@@ -82,11 +82,11 @@ class ZImageNetwork(TorchNetwork):
         With a ``cache``, all layers but the first may be skipped. ``hints`` returns those of a
         control network, by layer; they are not made if layers are skipped.
         """
-        inputs, variant = self.build_inputs(latents, time, caption), self.blocks.find_variant(1)
+        inputs = self.build_inputs(latents, time, caption)
         if cache is None:
-            patches = self.blocks.run(variant, self._compute, inputs, dict(hints()))
+            patches = self.blocks.run(self._compute, inputs, dict(hints()))
         else:
-            patches = self.module(inputs, hints, cache, self.blocks.select(variant))
+            patches = self.module(inputs, hints, cache, self.blocks.select())
         return to_latents(patches[0], tuple(latents.shape))
 
     def _compute(self, run: Run, inputs: StepInputs, hints: Hints) -> torch.Tensor:
@@ -115,8 +115,8 @@ class ZImageNetwork(TorchNetwork):
     def _iter_blocks(self) -> Iterator[torch.nn.Module]:
         yield from (*self.module.noise_refiner, *self.module.layers)
 
-    def _build_arguments(self, _: torch.nn.Module, variant: Variant) -> tuple[Any, ...]:
-        return build_arguments(self._config, self.blocks, variant)
+    def _build_arguments(self, _: torch.nn.Module) -> tuple[Any, ...]:
+        return build_arguments(self._config, self.blocks)
 
     @staticmethod
     def sanitize(name: str) -> str:
@@ -150,21 +150,17 @@ class ControlNetwork(TorchNetwork):
         strength: float,
     ) -> Hints:
         """Return the hints of a forward pass of the transformer with the same arguments."""
-        inputs = transformer.build_inputs(latents, time, caption)
-        runs = self.blocks, transformer.blocks
-        run, transformer_run = (blocks.select(blocks.find_variant(1)) for blocks in runs)
-        patches = to_patches(cells)
-        hints: Hints = self.module(
-            transformer.module, inputs, patches, strength, run, transformer_run
-        )
+        inputs = transformer.build_inputs(latents, time, caption), to_patches(cells)
+        runs = self.blocks.select(), transformer.blocks.select()
+        hints: Hints = self.module(transformer.module, *inputs, strength, *runs)
         return hints
 
     def _iter_blocks(self) -> Iterator[torch.nn.Module]:
         yield from self.module.control_layers
         yield from getattr(self.module, REFINER, ())
 
-    def _build_arguments(self, block: torch.nn.Module, variant: Variant) -> tuple[Any, ...]:
-        context, rope, time, _ = build_arguments(self._block, self.blocks, variant)
+    def _build_arguments(self, block: torch.nn.Module) -> tuple[Any, ...]:
+        context, rope, time = build_arguments(self._block, self.blocks)
         x = self.blocks.build_length(*context.shape) if hasattr(block, "before_proj") else None
         return context, rope, time, x
 
@@ -179,17 +175,13 @@ class ControlNetwork(TorchNetwork):
 
 
 def build_arguments(
-    config: TransformerConfig, blocks: BlockRunner, variant: Variant
-) -> tuple[torch.Tensor, Table, torch.Tensor, torch.Tensor | None]:
-    """Return arguments of a block for a variant, of any values."""
-    build, pictures = blocks.build_length, variant.pictures
-    shape = pictures if variant.has_mask else 1, LENGTH, 1, config.head_dim // 2
+    config: TransformerConfig, blocks: BlockRunner
+) -> tuple[torch.Tensor, Table, torch.Tensor]:
+    """Return arguments of a block, of any values."""
+    build, shape = blocks.build_length, (1, LENGTH, 1, config.head_dim // 2)
     rope = build(*shape, dtype=torch.float32), build(*shape, dtype=torch.float32)
-    time = blocks.build_tensor(pictures, 1, config.modulation_dim)
-    mask = None
-    if variant.has_mask:
-        mask = blocks.build_tensor(pictures, 1, 1, LENGTH, dtype=torch.bool, dynamic=(3,))
-    return build(pictures, LENGTH, config.dim), rope, time, mask
+    time = blocks.build_tensor(1, 1, config.modulation_dim)
+    return build(1, LENGTH, config.dim), rope, time
 
 
 class Decoder(LatentDecoder):

@@ -53,15 +53,13 @@ class ImageAttention(torch.nn.Module):  # type: ignore[misc]
         if config.qk_norm:
             self.norm_q, self.norm_k = (RMSNorm(config.head_dim, QK_EPS) for _ in range(2))
 
-    def forward(
-        self, x: torch.Tensor, rope: Table, mask: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, rope: Table) -> torch.Tensor:
         """Apply the layer to x: (pictures, length, dim); returns the same shape."""
         queries, keys, values = (part.unflatten(-1, (self.heads, -1)) for part in self.qkv(x))
         if self.has_norms:
             queries, keys = self.norm_q(queries), self.norm_k(keys)
         queries, keys = rotate_pairs(queries, rope), rotate_pairs(keys, rope)
-        mixed: torch.Tensor = self.to_out(self.attention(queries, keys, values, mask).flatten(2))
+        mixed: torch.Tensor = self.to_out(self.attention(queries, keys, values).flatten(2))
         return mixed
 
 
@@ -95,23 +93,19 @@ class Block(torch.nn.Module):  # type: ignore[misc]
             self.adaLN_modulation = Linear(config.modulation_dim, 4 * config.dim)
 
     def forward(
-        self,
-        x: torch.Tensor,
-        rope: Table,
-        time: torch.Tensor | None = None,
-        mask: torch.Tensor | None = None,
+        self, x: torch.Tensor, rope: Table, time: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Apply the block to x: (pictures, length, dim).
 
-        time: (pictures, 1, modulation_dim), if modulated. mask: as of ``attend``.
+        time: (pictures, 1, modulation_dim), if modulated.
         """
         if time is None:
-            x = x + self.attention_norm2(self.attention(self.attention_norm1(x), rope, mask))
+            x = x + self.attention_norm2(self.attention(self.attention_norm1(x), rope))
             plain: torch.Tensor = x + self.ffn_norm2(self.feed_forward(self.ffn_norm1(x)))
             return plain
         modulation = self.adaLN_modulation(time).chunk(4, dim=-1)
         attention_scale, attention_gate, ffn_scale, ffn_gate = modulation
-        mixed = self.attention(self.attention_norm1(x) * (1 + attention_scale), rope, mask)
+        mixed = self.attention(self.attention_norm1(x) * (1 + attention_scale), rope)
         x = x + attention_gate.tanh() * self.attention_norm2(mixed)
         changed = self.feed_forward(self.ffn_norm1(x) * (1 + ffn_scale))
         result: torch.Tensor = x + ffn_gate.tanh() * self.ffn_norm2(changed)
@@ -152,8 +146,7 @@ class StepInputs(NamedTuple):
 
     patches: (pictures, count, patch * patch * channels). features: those of the times, (pictures,
     1, 256). caption: refined, (pictures, length, dim). image_rope, rope: the tables of the image,
-    and of image and caption. mask: True for the tokens of (pictures, 1, 1, all tokens) that exist,
-    if captions have different lengths.
+    and of image and caption.
     """
 
     patches: torch.Tensor
@@ -161,7 +154,6 @@ class StepInputs(NamedTuple):
     caption: torch.Tensor
     image_rope: Table
     rope: Table
-    mask: torch.Tensor | None = None
 
 
 class Transformer(torch.nn.Module):  # type: ignore[misc]
@@ -197,7 +189,7 @@ class Transformer(torch.nn.Module):  # type: ignore[misc]
         self, tokens: torch.Tensor, rope: Table, time: torch.Tensor, hints: Hints, run: Run
     ) -> torch.Tensor:
         """Return refined image tokens; ``hints`` are added after the refiner's layers."""
-        return run_blocks(run, self.noise_refiner, tokens, (rope, time, None), hints)
+        return run_blocks(run, self.noise_refiner, tokens, (rope, time), hints)
 
     def forward(
         self,
@@ -214,7 +206,7 @@ class Transformer(torch.nn.Module):  # type: ignore[misc]
         time = self.t_embedder(inputs.features)
         tokens = self.refine(self.embed(inputs.patches), inputs.image_rope, time, {}, run)
         sequence = torch.cat((tokens, inputs.caption), dim=1)
-        conditions = inputs.rope, time, inputs.mask
+        conditions = inputs.rope, time
 
         def run_first_layer(x: torch.Tensor) -> torch.Tensor:
             return run_blocks(run, self.layers[:1], x, conditions, {})
