@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from clowder_aimage.errors import UsageError
 
-# Of queries, keys and values (pictures, length, heads, channels), and a mask of keys or None
+# Of queries, keys and values: (pictures, length, heads, channels)
 Attention = Callable[..., torch.Tensor]
 _DISPATCH = "diffusers.models.attention_dispatch"
 # The suffix of backends with kernels that would be downloaded
@@ -24,16 +24,18 @@ def attend(
     keys: torch.Tensor,
     values: torch.Tensor,
     mask: torch.Tensor | None = None,
+    *,
+    is_causal: bool = False,
 ) -> torch.Tensor:
     """Return attention of (pictures, length, heads, channels), in the shape of the queries.
 
     There may be fewer heads of keys and values. mask: True for keys that are seen, of a shape that
-    extends to (pictures, heads, queries, keys).
+    extends to (pictures, heads, queries, keys). is_causal: keys are seen up to a query's place.
     """
     queries, keys, values = (array.transpose(1, 2) for array in (queries, keys, values))
     is_grouped = queries.shape[1] != keys.shape[1]
     mixed = functional.scaled_dot_product_attention(
-        queries, keys, values, attn_mask=mask, enable_gqa=is_grouped
+        queries, keys, values, attn_mask=mask, is_causal=is_causal, enable_gqa=is_grouped
     )
     return mixed.transpose(1, 2)
 
@@ -66,7 +68,6 @@ def _dispatch(
     queries: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    mixed: torch.Tensor = function(queries, keys, values, attn_mask=mask, backend=backend)
+    mixed: torch.Tensor = function(queries, keys, values, backend=backend)
     return mixed

@@ -43,13 +43,15 @@ class TextAttention(torch.nn.Module):  # type: ignore[misc]
                 RMSNorm(config.head_dim, config.rms_norm_eps) for _ in range(2)
             )
 
-    def forward(self, x: torch.Tensor, rope: Table, mask: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, rope: Table, mask: torch.Tensor | None) -> torch.Tensor:
         """Apply the layer to x: (1, length, hidden); returns the same shape."""
         queries, keys, values = (part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv(x))
         if self.has_norms:
             queries, keys = self.q_norm(queries), self.k_norm(keys)
         queries, keys = rotate_halves(queries, rope), rotate_halves(keys, rope)
-        mixed: torch.Tensor = self.o_proj(attend(queries, keys, values, mask).flatten(2))
+        mixed: torch.Tensor = self.o_proj(
+            attend(queries, keys, values, mask, is_causal=mask is None).flatten(2)
+        )
         return mixed
 
 
@@ -78,7 +80,7 @@ class DecoderLayer(torch.nn.Module):  # type: ignore[misc]
             RMSNorm(config.hidden_size, config.rms_norm_eps) for _ in range(2)
         )
 
-    def forward(self, x: torch.Tensor, rope: Table, mask: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, rope: Table, mask: torch.Tensor | None) -> torch.Tensor:
         x = x + self.self_attn(self.input_layernorm(x), rope, mask)
         y: torch.Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return y
@@ -150,11 +152,16 @@ class TextEncoder(TorchNetwork):
         return self._config.is_unused(self.sanitize(name), self._count)
 
 
-def _build_mask(length: int, window: int | None, text_length: int, device: str) -> torch.Tensor:
+def _build_mask(
+    length: int, window: int | None, text_length: int, device: str
+) -> torch.Tensor | None:
     """Return a (length, length) mask: True where a token attends to one of the last ``window``.
 
-    Tokens from ``text_length`` on are padding, which none attends to.
+    Tokens from ``text_length`` on are padding, which none attends to. None if all tokens attend to
+    all that precede them.
     """
+    if window is None and text_length == length:
+        return None
     columns = torch.arange(length, device=device)[None]
     back = columns.T - columns
     return (back >= 0) & (back < (window or length)) & (columns < text_length)
