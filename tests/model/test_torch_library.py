@@ -94,6 +94,19 @@ def pictures(pipeline: Any) -> list[np.ndarray]:
     return [one.pixels for one in pipeline.generate(REQUEST) if isinstance(one, Image)]
 
 
+def test_a_gpu_makes_a_picture_before_the_first_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It starts slowly; a CPU does not."""
+    from clowder_aimage.model.torch.library import TorchLibrary
+
+    pipeline = open_tiny(tmp_path)
+    for is_warmed_up in (False, True):
+        monkeypatch.setattr(TorchLibrary, "is_warmed_up", is_warmed_up)
+        assert "all networks stay" in pipeline.preload(REQUEST)
+        assert bool(pipeline.state.captions) == is_warmed_up
+
+
 def squeeze(pipeline: Any) -> int:
     """Leave the memory for one layer of each network; return it."""
     pipeline.set_memory("auto", 1)

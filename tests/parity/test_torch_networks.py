@@ -21,22 +21,36 @@ with warnings.catch_warnings():
     import torch
     from diffusers import Flux2Transformer2DModel, ZImageTransformer2DModel
 
+    from tests.parity.compiling import count_compilations
     from tests.parity.make_model import randomise
 
 from clowder_aimage.model.flux2.config import TransformerConfig as Flux2Config
+from clowder_aimage.model.flux2.reference_picture import ReferenceTokens, build_positions
+from clowder_aimage.model.library_choice import TorchTuning
+from clowder_aimage.model.torch import compiler
 from clowder_aimage.model.torch.flux2.networks import Flux2Network
+from clowder_aimage.model.torch.graph import PassCache
 from clowder_aimage.model.torch.library import TorchLibrary
-from clowder_aimage.model.torch.zimage.networks import ZImageNetwork
+from clowder_aimage.model.torch.zimage.networks import ControlNetwork, ZImageNetwork
 from clowder_aimage.model.zimage.config import TransformerConfig as ZImageConfig
+from clowder_aimage.model.zimage.control_config import REFINER, ControlNetConfig
 from tests.adapter.vectors import TINY
 
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
 SEED = int(os.environ["AIMAGE_PARITY_SEED"])  # tests/conftest.py draws one
 
 
-def load(kind: Any, config: Any, theirs: Any, dtype: torch.dtype, *, is_joined: bool) -> Any:
+def load(
+    kind: Any,
+    config: Any,
+    theirs: Any,
+    dtype: torch.dtype,
+    *,
+    is_joined: bool,
+    compile: str = "never",  # noqa: A002 - the name of the option
+) -> Any:
     """Return our network with the tensors of diffusers'."""
-    network = kind(config, TorchLibrary("cpu", dtype))
+    network = kind(config, TorchLibrary("cpu", dtype, TorchTuning(compile=compile)))
     state = {network.sanitize(name): value for name, value in theirs.state_dict().items()}
     for name in network.module.state_dict():
         path, _, key = name.rpartition(".")
@@ -122,6 +136,100 @@ def test_velocities_are_those_of_diffusers(family: str) -> None:
     errors = [run(one, *inputs, 0.3).float() - exact for one in (ours, theirs.bfloat16())]
     near, far = (float(error.square().mean().sqrt()) for error in errors)
     assert near <= 1.1 * far < 0.1 * largest, f"AIMAGE_PARITY_SEED={SEED}"
+
+
+@pytest.mark.no_cover  # it would double the time of the compiler, a program in Python
+@pytest.mark.parametrize("family", FAMILIES)
+def test_compiled_blocks_have_the_velocities_of_others(family: str) -> None:
+    """One code for each kind of block, for all lengths; also for blocks of control networks."""
+    kind, make, run = FAMILIES[family]
+    torch.manual_seed(SEED)
+    theirs, config = make(random.Random(SEED))
+    randomise(theirs)
+    kinds = 1 if family == "zimage" else 2
+    with count_compilations() as counter:
+        eager, compiled = (
+            load(kind, config, theirs, torch.float32, is_joined=True, compile=mode)
+            for mode in ("never", "now")
+        )
+        for height, length in ((4, 5), (10, 37)):
+            inputs = torch.randn(config.in_channels, height, 6), torch.randn(length, 40), 0.3
+            expected, found = (run(network, *inputs) for network in (eager, compiled))
+            assert float((found - expected).abs().max()) <= 1e-5 * float(expected.abs().max())
+        assert counter.frame_count == kinds
+        if family == "zimage":
+            check_control(config, eager, compiled)
+            # Blocks with the latents as input, and others
+            assert counter.frame_count == kinds + 2
+
+
+def check_control(config: ZImageConfig, eager: Any, compiled: Any) -> None:
+    fields = config.in_channels, (0, 2), (0,), REFINER, config
+    networks, latents = [], torch.randn(config.in_channels, 8, 6)
+    for mode in ("never", "now"):
+        library = TorchLibrary("cpu", torch.float32, TorchTuning(compile=mode))
+        network = ControlNetwork(ControlNetConfig(*fields), library)
+        torch.manual_seed(SEED)
+        for name, value in network.module.state_dict().items():
+            path, _, key = name.rpartition(".")
+            values = torch.nn.Parameter(0.1 * torch.randn(value.shape), requires_grad=False)
+            setattr(network.module.get_submodule(path), key, values)
+        network.finish(in_layers=False, is_copied=True)
+        networks.append(network)
+    features, cells = torch.randn(37, 40), torch.randn(latents.shape)
+    hints = [
+        network(transformer, latents, 0.3, transformer.build_caption(features), cells, 0.7)
+        for network, transformer in zip(networks, (eager, compiled), strict=True)
+    ]
+    assert hints[0].keys() == hints[1].keys() == {0, 2}
+    for layer, hint in hints[0].items():
+        assert float((hints[1][layer] - hint).abs().max()) <= 1e-5 * float(hint.abs().max())
+
+
+class Recorded:
+    """A pass of a device that reads the same memory at each replay."""
+
+    size = 1
+
+    def __init__(self, function: Any, inputs: Any) -> None:
+        self.function, self.inputs = function, [value.clone() for value in inputs]
+
+    def replay(self, inputs: Any) -> Any:
+        for fixed, value in zip(self.inputs, inputs, strict=True):
+            fixed.copy_(value)
+        return self.function(self.inputs)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_replayed_passes_have_the_velocities_of_others(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also for another time, text, direction of the sides, and share of the references."""
+    monkeypatch.setattr(compiler, "_compile", lambda: compiler.call_block)
+    kind, make, run = FAMILIES[family]
+    torch.manual_seed(SEED)
+    theirs, config = make(random.Random(SEED))
+    randomise(theirs)
+    network, exact = (
+        load(kind, config, theirs, torch.float32, is_joined=True, compile=mode)
+        for mode in ("now", "never")
+    )
+    network.blocks.passes = PassCache(Recorded, 100)
+    for height, width, time in ((4, 6, 0.3), (4, 6, 0.5), (6, 4, 0.7), (4, 6, 0.9)):
+        inputs = torch.randn(config.in_channels, height, width), torch.randn(37, 40), time
+        assert torch.equal(run(network, *inputs), run(exact, *inputs))
+    assert network.blocks.passes.size == 1
+    if family == "flux2":
+        for rows in (2, 4, 2, 4, 2, 4):
+            # The tokens of picture and reference are as many
+            latents, other = torch.randn(config.in_channels, rows, 6), (6 - rows, 6)
+            tokens = torch.randn(other[0] * other[1], config.in_channels)
+            pictures = ReferenceTokens(tokens, build_positions(10, *other))
+            velocities = [
+                one(latents, 0.4, one.build_caption(torch.ones(37, 40)), pictures)
+                for one in (network, exact)
+            ]
+            assert torch.equal(*velocities)
 
 
 def test_a_picture_imports_neither_diffusers_nor_transformers_nor_mlx(tmp_path: Any) -> None:

@@ -26,9 +26,9 @@ pytest.importorskip("diffusers")
 pytest.importorskip("transformers")
 
 from clowder_aimage.model.torch import compiler  # noqa: E402 - after the check of its library
-from clowder_aimage.model.torch import library as torch_library  # noqa: E402
 from clowder_aimage.model.torch.attention import attend  # noqa: E402
 from clowder_aimage.model.torch.graph import PassCache  # noqa: E402
+from tests.parity.compiling import compile_with, count_compilations  # noqa: E402
 
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
 REQUEST = GenerateRequest.of("a fox", width=32, height=32, steps=3)
@@ -63,33 +63,18 @@ def set_values(pipeline: Any) -> LoadedAdapter:
 
 
 @pytest.fixture
-def counter(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Count what is compiled; the traced graphs run as they are."""
-    from torch._dynamo.testing import CompileCounter
-
-    yield from _compile_with(monkeypatch, CompileCounter())
+def counter() -> Iterator[Any]:
+    with count_compilations() as counter:
+        yield counter
 
 
 @pytest.fixture
-def inductor(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def inductor() -> Iterator[None]:
     """Compile in this process: each of its own for compilation imports PyTorch first."""
     from torch._inductor import config
 
-    with config.patch(compile_threads=1):
-        yield from _compile_with(monkeypatch, "inductor")
-
-
-def _compile_with(monkeypatch: pytest.MonkeyPatch, backend: Any) -> Iterator[Any]:
-    compile_function = torch.compile
-    monkeypatch.setattr(torch_library, "check_compiler", lambda _: None)
-    monkeypatch.setattr(
-        torch, "compile", lambda function: compile_function(function, backend=backend)
-    )
-    for forget in (torch._dynamo.reset, compiler._compile.cache_clear):
-        forget()
-    yield backend
-    for forget in (torch._dynamo.reset, compiler._compile.cache_clear):
-        forget()
+    with config.patch(compile_threads=1), compile_with("inductor"):
+        yield
 
 
 def compare(found: Any, exact: Any, request: GenerateRequest) -> np.ndarray:

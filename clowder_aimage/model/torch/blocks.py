@@ -63,10 +63,13 @@ class BlockRunner:
         has_branches = self.has_branches
         return self.form.select(has_branches, partial(self._warm, has_branches))
 
-    def run(self, compute: Callable[..., torch.Tensor], *inputs: Any) -> torch.Tensor:
+    def run(
+        self, compute: Callable[..., torch.Tensor], *inputs: Any, constant: int = 0
+    ) -> torch.Tensor:
         """Return ``compute(run, *inputs)``, replayed if the blocks are compiled.
 
-        inputs: tensors in tuples and dictionaries. ``run`` calls a block.
+        inputs: tensors in tuples and dictionaries. ``run`` calls a block. constant: a number that
+        ``compute`` depends on, beside the shapes of the inputs.
         """
         run, has_branches = self.select(), self.has_branches
         if not self.form.is_ready(has_branches):
@@ -76,7 +79,7 @@ class BlockRunner:
         def compute_tensors(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
             return compute(run, *pytree.tree_unflatten(list(tensors), tree))
 
-        key = has_branches, tuple(tensor.shape for tensor in tensors), str(tree)
+        key = has_branches, constant, tuple(tensor.shape for tensor in tensors), str(tree)
         return self.passes.run(key, compute_tensors, tensors)
 
     def _warm(self, has_branches: bool, run: Run) -> None:

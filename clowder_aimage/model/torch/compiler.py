@@ -106,8 +106,7 @@ class CompiledForm:
         if self.mode == NEVER or self.is_ready(variant):
             return call_block if self.mode == NEVER else _compile()
         if self.mode == NOW:
-            warm(_compile())
-            self._ready.add(variant)
+            self._compile(variant, warm)
             return _compile()
         if variant not in self._begun:
             self._begun.add(variant)
@@ -119,10 +118,13 @@ class CompiledForm:
         # Compiled code is for this number of threads, and a new thread has its own
         torch.set_num_threads(threads)
         try:
-            with torch.inference_mode():
-                warm(_compile())
+            self._compile(variant, warm)
         except Exception as error:
             # Compilers raise errors of many libraries; the blocks can be called as they are
             _log.warning("blocks stay uncompiled", extra={"error": _describe(error)})
-            return
+
+    def _compile(self, variant: Hashable, warm: Callable[[Run], None]) -> None:
+        # Code that is compiled in another mode is other code
+        with torch.inference_mode():
+            warm(_compile())
         self._ready.add(variant)

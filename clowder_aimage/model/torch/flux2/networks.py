@@ -72,7 +72,7 @@ class Flux2Network(TorchNetwork):
         inputs = self._build_inputs(latents, sigma, caption, pictures)
         count = height * width
         if cache is None:
-            tokens = self.blocks.run(partial(self._compute, count), inputs)
+            tokens = self.blocks.run(partial(self._compute, count), inputs, constant=count)
         else:
             tokens = self.module(inputs, count, self.blocks.select(), cache)
         return tokens[0].T.reshape(channels, height, width)

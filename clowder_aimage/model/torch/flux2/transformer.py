@@ -199,28 +199,33 @@ class Transformer(torch.nn.Module):  # type: ignore[misc]
         text = self.double_stream_modulation_txt(time)
         image = self.double_stream_modulation_img(time)
         single = self.single_stream_modulation(time)
-        words = inputs.caption.shape[1]
+        streams, words = (inputs.caption, self.x_embedder(inputs.tokens)), inputs.caption.shape[1]
 
-        def double(blocks: Iterable[torch.nn.Module], x: torch.Tensor) -> torch.Tensor:
-            streams = x[:, :words].contiguous(), x[:, words:].contiguous()
+        def double(blocks: Iterable[torch.nn.Module], streams: Streams) -> torch.Tensor:
             for block in blocks:
                 streams = run(block, *streams, inputs.rope, text, image)
             return torch.cat(streams, dim=1)
 
-        def run_first_block(x: torch.Tensor) -> torch.Tensor:
-            return double(self.transformer_blocks[:1], x)
-
-        def run_other_blocks(x: torch.Tensor) -> torch.Tensor:
-            x = double(self.transformer_blocks[1:], x)
+        def run_single_blocks(x: torch.Tensor) -> torch.Tensor:
             for block in self.single_transformer_blocks:
                 x = run(block, x, inputs.rope, single)
             return x
 
-        x = torch.cat((inputs.caption, self.x_embedder(inputs.tokens)), dim=1)
+        def split(x: torch.Tensor) -> Streams:
+            # Compiled code is for arrays of their own: a slice has the strides of the whole
+            form = torch.contiguous_format
+            return x[:, :words].clone(memory_format=form), x[:, words:].clone(memory_format=form)
+
+        def run_first_block(x: torch.Tensor) -> torch.Tensor:
+            return double(self.transformer_blocks[:1], split(x))
+
+        def run_other_blocks(x: torch.Tensor) -> torch.Tensor:
+            return run_single_blocks(double(self.transformer_blocks[1:], split(x)))
+
         if cache is None:
-            x = run_other_blocks(run_first_block(x))
+            x = run_single_blocks(double(self.transformer_blocks, streams))
         else:
-            x = cache.run(x, run_first_block, run_other_blocks)
+            x = cache.run(torch.cat(streams, dim=1), run_first_block, run_other_blocks)
         scale, shift = self.norm_out(time).chunk(2, dim=-1)
         # Only the tokens of the picture itself: texts and references have no velocity
         changed = modulate(x[:, words : words + count], scale, shift, self.eps)
