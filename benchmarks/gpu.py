@@ -41,8 +41,9 @@ PROMPT = "a red fox in the snow, at dawn, by a river"
 NAME = "gpu"
 # Ways to compute: the options of TorchTuning, and those of a worker
 WAYS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
-    "eager": ({}, ()),
-    "compiled": ({"compile": True}, ("--compile",)),
+    "eager": ({"compile": "never"}, ("--compile", "never")),
+    "compiled": ({"compile": "now"}, ("--compile", "now")),
+    "fp8": ({"compile": "now", "compute": "fp8"}, ("--compile", "now", "--compute", "fp8")),
 }
 # The most seconds of each part, in the order of their worth
 PARTS = {
@@ -53,6 +54,8 @@ PARTS = {
     "worker eager": 80,
     "compiled": 110,
     "worker compiled": 110,
+    "fp8": 110,
+    "worker fp8": 110,
 }
 # Of a figure, by the part and its name: at least, or at most
 GOALS: dict[tuple[str, str], tuple[str, float]] = {
@@ -62,6 +65,8 @@ GOALS: dict[tuple[str, str], tuple[str, float]] = {
     ("worker compiled", "1024 in turn a second"): (">=", 1.1),
     ("worker compiled", "512 at once a second"): (">=", 5),
     ("worker compiled", "first picture s"): ("<=", 10),
+    ("fp8", "step 1024 ms"): ("<=", 73),
+    ("worker fp8", "1024 in turn a second"): (">=", 1.5),
 }
 _GIB = 1 << 30
 # Files and blobs take 41 GB, which a disk may read more slowly than a GPU

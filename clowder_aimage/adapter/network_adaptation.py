@@ -67,6 +67,6 @@ class NetworkAdaptation(ABC):
 
     def _undo(self) -> None:
         """Undo all changes."""
-        for undo in self._undoing:
+        for undo in reversed(self._undoing):
             undo()
         self._undoing, self._applied = [], ()

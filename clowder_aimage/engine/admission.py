@@ -62,7 +62,7 @@ class EngineLimits:
     picture_deadline: float = 20.0
     backend: str = "auto"
     backends: Mapping[str, str] = field(default_factory=dict)
-    compile: bool = False
+    compile: str | None = None
     attention: str | None = None
     device: str | None = None
     compute: str | None = None

@@ -236,10 +236,7 @@ class ModelProcess:
 
         content, finder = (fetched.files, fetched.stored), self._make_finder(command)
         library = command.get("library", {})
-        is_compiled = library.get("tuning", {}).get("compile")
-        options = parse_library_options(
-            library, open_compiled(self._roots[0]) if is_compiled else None
-        )
+        options = parse_library_options(library, partial(open_compiled, self._roots[0]))
         self._model = _load_model(options, *content, finder=finder)
         if self._model.warning:
             _log.warning("%s", self._model.warning)

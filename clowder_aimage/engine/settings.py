@@ -211,7 +211,7 @@ class Settings(CallerSettings):
     page: bool = True
     backend: Literal["auto", "mlx", "torch"] = "auto"
     backends: Annotated[dict[Name, Literal["auto", "mlx", "torch"]], _BACKENDS] = {}
-    compile: bool = False
+    compile: Literal["never", "background", "now"] | None = None
     attention: str | None = None
     reproducible: bool = False
     device: Annotated[str | None, BeforeValidator(_check_device)] = None

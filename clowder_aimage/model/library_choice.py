@@ -9,7 +9,7 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import metadata
@@ -22,6 +22,8 @@ from clowder_aimage.tensor.quantization import FP8
 
 AUTO, MLX, TORCH = "auto", "mlx", "torch"
 BACKENDS = (AUTO, MLX, TORCH)
+# When PyTorch compiles: not at all, beside the first steps, or before the model is ready
+COMPILE = NEVER, BACKGROUND, NOW = "never", "background", "now"
 # The description of MLX on a CPU without a fast BLAS
 SLOW = "cpu (no fast BLAS)"
 OLDEST = {"torch": (2, 6), "diffusers": (0, 42), "transformers": (5, 0)}
@@ -40,25 +42,32 @@ _SHORT = {"f32": "float32", "bf16": "bfloat16"}
 class TorchTuning:
     """Options of PyTorch alone.
 
-    compile: compile the layers of transformers when they run first. attention: diffusers' name of
-    an attention backend, such as flash or sage; None for that of PyTorch. device: PyTorch's name
-    of a device, such as cuda:1; None for the first GPU that works, else the CPU. compute: FP8 for
-    products of 8-bit floats in the layers of transformers; None for those of the compute type.
-    compiled: the directory for compiled code, for the next processes; None for that of PyTorch.
-    reproducible: compute in one form, each picture alone, and with the same result each time; also
-    with MLX.
+    compile: when networks are compiled, one of COMPILE; None for ``background`` on CUDA, else
+    ``never``, which is that of ``reproducible``. attention: diffusers' name of an attention
+    backend, such as flash or sage; None for that of PyTorch. device: PyTorch's name of a device,
+    such as cuda:1; None for the first GPU that works, else the CPU. compute: FP8 for products of
+    8-bit floats in the layers of transformers; None for those of the compute type. compiled: the
+    directory for compiled code, for the next processes; None for that of PyTorch. reproducible:
+    compute in one form, each picture alone, and with the same result each time; also with MLX.
     """
 
-    compile: bool = False
+    compile: str | None = None
     attention: str | None = None
     device: str | None = None
     compute: str | None = None
     reproducible: bool = False
     compiled: str | None = field(default=None, compare=False)
 
+    @property
+    def may_compile(self) -> bool:
+        """True unless it is certain that nothing is compiled."""
+        if self.reproducible or self.compile == NEVER:
+            return False
+        return self.compile is not None or _find_driver() is not None
+
     def check(self, library: str) -> None:
         """Reject options that ``library`` does not have. Raises UsageError."""
-        if self.compile and self.reproducible:
+        if self.compile not in (None, NEVER) and self.reproducible:
             raise UsageError(
                 "compiled layers round differently before and after their compilation",
                 hint="compile, or compute reproducibly; not both",
@@ -85,14 +94,16 @@ _attempt = _TorchAttempt()
 
 
 def parse_library_options(
-    values: Mapping[str, Any], compiled: Path | None = None
+    values: Mapping[str, Any], open_compiled: Callable[[], Path | None] = lambda: None
 ) -> dict[str, Any]:
     """Return arguments of ``generate.load`` from a message: backend, dtype, tuning.
 
-    ``compiled`` as in ``TorchTuning``.
+    ``open_compiled`` returns the directory for compiled code, if that may be needed.
     """
-    directory = None if compiled is None else str(compiled)
-    return {**values, "tuning": TorchTuning(**values.get("tuning", {}), compiled=directory)}
+    tuning = TorchTuning(**values.get("tuning", {}))
+    if tuning.may_compile and (compiled := open_compiled()) is not None:
+        tuning = replace(tuning, compiled=str(compiled))
+    return {**values, "tuning": tuning}
 
 
 def choose_library(name: str | None = None, tuning: TorchTuning = NO_TUNING) -> str:

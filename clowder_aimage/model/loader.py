@@ -94,9 +94,9 @@ def _open_torch(
     kind: str, source: tuple[BlobFiles, AImage], dtype: str | None, tuning: TorchTuning
 ) -> tuple[ModelComponents, NetworkKinds]:
     from clowder_aimage.model.torch.component import TorchComponents
-    from clowder_aimage.model.torch.flux2 import NETWORKS as FLUX2_NETWORKS
+    from clowder_aimage.model.torch.flux2.networks import NETWORKS as FLUX2_NETWORKS
     from clowder_aimage.model.torch.library import TorchLibrary
-    from clowder_aimage.model.torch.zimage import NETWORKS as Z_IMAGE_NETWORKS
+    from clowder_aimage.model.torch.zimage.networks import NETWORKS as Z_IMAGE_NETWORKS
 
     kinds = {Z_IMAGE: Z_IMAGE_NETWORKS, FLUX2: FLUX2_NETWORKS}
     return TorchComponents(*source, TorchLibrary.create(dtype, tuning)), kinds[kind]

@@ -45,13 +45,12 @@ def test_a_picture_is_made_again_as_it_was_made(
 ) -> None:
     """Without a compiler, one that was compiled is made eagerly, and the difference is named."""
     import torch
-
     from clowder_aimage.model.torch.tuning import check_compiler
 
     here = aimage()
     here("create", "tiny", TINY)
     how = ("run", "tiny", "a fox", *PICTURE, "--local", "-o", "t.png", "--backend", "torch")
-    said = here(*how, "--compile", "--reproducible", code=2).err
+    said = here(*how, "--compile", "now", "--reproducible", code=2).err
     assert "compiled layers round differently" in said
     here(*how, "--device", "cpu", "--reproducible")
     path = here.home / "t.png"
@@ -77,7 +76,7 @@ def test_options_of_pytorch_are_refused_with_their_remedies(aimage: Callable[[],
     here = aimage()
     here("create", "tiny", TINY)
     how = ("run", "tiny", "a fox", *PICTURE, "--local", "-o", "t.png")
-    said = here(*how, "--backend", "mlx", "--compile", code=2).err
+    said = here(*how, "--backend", "mlx", "--compile", "now", code=2).err
     assert (
         "mlx was selected, but a device, compilation" in said
         and "select it with --backend torch" in said

@@ -159,9 +159,14 @@ def test_a_picture_is_made_again_by_its_library(machine: Machine) -> None:
 
 def test_options_of_pytorch_are_refused_by_mlx() -> None:
     TorchTuning().check(MLX)
-    TorchTuning(compile=True, attention="flash", device="cuda:1").check(TORCH)
-    chosen = {"compile": True}, {"attention": "flash"}, {"device": "cpu"}, {"compute": "fp8"}
-    for options in (TorchTuning(**one) for one in chosen):
+    TorchTuning(compile="now", attention="flash", device="cuda:1").check(TORCH)
+    chosen = (
+        TorchTuning(compile="never"),
+        TorchTuning(attention="flash"),
+        TorchTuning(device="cpu"),
+        TorchTuning(compute="fp8"),
+    )
+    for options in chosen:
         with pytest.raises(
             UsageError, match="mlx was selected, but a device, compilation"
         ) as refused:

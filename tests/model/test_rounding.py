@@ -49,4 +49,4 @@ def test_what_is_reproducible_is_not_compiled() -> None:
     TorchTuning(reproducible=True).check(MLX)
     TorchTuning(reproducible=True, device="cpu").check(TORCH)
     with pytest.raises(UsageError, match="round differently"):
-        TorchTuning(reproducible=True, compile=True).check(TORCH)
+        TorchTuning(reproducible=True, compile="now").check(TORCH)

@@ -30,6 +30,7 @@ from clowder_aimage.adapter.reader import read_adapter
 from clowder_aimage.errors import FormatError
 from clowder_aimage.generation.request import GenerateRequest
 from clowder_aimage.model.flow.pipeline import FlowPipeline
+from clowder_aimage.model.library_choice import MLX, TORCH
 from clowder_aimage.model.loader import load_pipeline
 from clowder_aimage.model.pipeline import Image
 from tests.adapter.vectors import AdapterVector, vectors
@@ -47,10 +48,10 @@ def theirs() -> Any:
     return Reference.from_pretrained(TINY, dtype=torch.float32)
 
 
-@pytest.fixture(scope="module")
-def ours(tmp_path_factory: pytest.TempPathFactory) -> FlowPipeline:
+@pytest.fixture(scope="module", params=(MLX, TORCH))
+def ours(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> FlowPipeline:
     stored = import_directory(TINY, tmp_path_factory.mktemp("blobs"))
-    return load_pipeline(*stored, dtype="float32")
+    return load_pipeline(*stored, dtype="float32", backend=request.param)
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import warnings
@@ -33,6 +34,7 @@ from PIL import Image as Picture
 from clowder_aimage.dialect.aimage import AImage
 from clowder_aimage.generation.request import GenerateRequest
 from clowder_aimage.model.flow.pipeline import FlowPipeline
+from clowder_aimage.model.library_choice import MLX, TORCH
 from clowder_aimage.model.loader import load_pipeline
 from clowder_aimage.model.pipeline import Image, PictureInput, StoredControlNet
 from tests.model.model_blobs import import_directory
@@ -95,20 +97,19 @@ def use(ours: FlowPipeline, directory: Path, blobs: Path) -> None:
     ours.use_control(StoredControlNet(store, AImage(aimage.config, tuple(layers)), "the net"))
 
 
-@pytest.fixture(scope="module", params=FORMS)
+@pytest.fixture(scope="module", params=itertools.product((MLX, TORCH), FORMS))
 def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Controlled:
-    directory = tmp_path_factory.mktemp("model")
-    seed = SEED + list(FORMS).index(request.param)
+    directory, (backend, form) = tmp_path_factory.mktemp("model"), request.param
+    seed = SEED + list(FORMS).index(form)
     dims = draw(seed, layers=3, refiners=2)
     make(directory / "files", seed, dims)
     parts = ZImagePipeline.from_pretrained(directory / "files", dtype=torch.float32).components
-    network = make_controlnet(directory / "net", request.param, parts["transformer"], seed)
+    network = make_controlnet(directory / "net", form, parts["transformer"], seed)
     theirs = ZImageControlNetPipeline(**parts, controlnet=network)
-    has_mask = FORMS[request.param][1]
+    has_mask = FORMS[form][1]
     inpaint = ZImageControlNetInpaintPipeline(**parts, controlnet=network) if has_mask else None
-    ours = load_pipeline(
-        *import_directory(directory / "files", directory / "blobs"), dtype="float32"
-    )
+    stored = import_directory(directory / "files", directory / "blobs")
+    ours = load_pipeline(*stored, dtype="float32", backend=backend)
     use(ours, directory / "net", directory / "net_blobs")
     for one in filter(None, (theirs, inpaint)):
         one.set_progress_bar_config(disable=True)

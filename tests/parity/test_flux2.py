@@ -5,6 +5,7 @@ One run of the reference gives the latents after each step and the picture.
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import warnings
@@ -28,6 +29,7 @@ from PIL import Image as Picture
 
 from clowder_aimage.generation.request import GenerateRequest
 from clowder_aimage.model.flux2.family import Flux2
+from clowder_aimage.model.library_choice import MLX, TORCH
 from clowder_aimage.model.loader import load_pipeline
 from clowder_aimage.model.pipeline import PictureInput
 from tests.model.model_blobs import import_directory
@@ -41,12 +43,12 @@ LONG = "an owl over a mill, " * 60  # over 512 tokens: cut
 class Both:
     """A model in diffusers and in this program."""
 
-    def __init__(self, root: Path, seed: int, is_distilled: bool) -> None:
+    def __init__(self, root: Path, seed: int, backend: str, is_distilled: bool) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             self.theirs = make_flux2(root / "files", seed, is_distilled=is_distilled)
         store, aimage = import_directory(root / "files", root / "blobs")
-        self.ours = load_pipeline(store, aimage, dtype="float32")
+        self.ours = load_pipeline(store, aimage, dtype="float32", backend=backend)
 
     def compare(self, request: GenerateRequest, *pictures: Picture.Image) -> None:
         """Compare the last latents, and the picture."""
@@ -85,10 +87,10 @@ class Both:
         return latents.numpy(), np.asarray(made).astype(int)
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["distilled", "base"])
+@pytest.fixture(scope="module", params=itertools.product((MLX, TORCH), (True, False)))
 def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Both:
-    is_distilled = request.param
-    return Both(tmp_path_factory.mktemp("model"), SEED + is_distilled, is_distilled)
+    backend, is_distilled = request.param
+    return Both(tmp_path_factory.mktemp("model"), SEED + is_distilled, backend, is_distilled)
 
 
 def drawn(rng: random.Random, width: int, height: int) -> Picture.Image:
@@ -121,7 +123,7 @@ def test_pictures_from_references(both: Both, count: int) -> None:
     both.compare(text_request(both, rng), *(drawn(rng, *size) for size in sizes))
 
 
-@pytest.mark.parametrize("both", [True], indirect=True)
+@pytest.mark.parametrize("both", [(MLX, True), (TORCH, True)], indirect=True)
 def test_a_reference_of_more_than_a_megapixel_is_scaled_down(both: Both) -> None:
     rng = random.Random(SEED)
     picture = drawn(rng, 3000, 400)

@@ -24,6 +24,7 @@ with warnings.catch_warnings():
 from PIL import Image as Picture
 
 from clowder_aimage.generation.request import GenerateRequest
+from clowder_aimage.model.library_choice import MLX, TORCH
 from clowder_aimage.model.loader import load_pipeline
 from clowder_aimage.model.pipeline import Image, PictureInput
 from tests.model.model_blobs import import_directory
@@ -37,22 +38,23 @@ FILE = f"sha256:{'0' * 64}"  # the pipeline is given the picture itself
 class Both:
     """A model in diffusers and in this program."""
 
-    def __init__(self, directory: Path, store: Path, seed: int) -> None:
+    def __init__(self, directory: Path, store: Path, seed: int, backend: str) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             make(directory, seed, draw(seed))
             parts = ZImagePipeline.from_pretrained(directory, dtype=torch.float32).components
         self.image, self.inpaint = ZImageImg2ImgPipeline(**parts), ZImageInpaintPipeline(**parts)
         self.text = ZImagePipeline(**parts)
-        self.ours = load_pipeline(*import_directory(directory, store), dtype="float32")
+        stored = import_directory(directory, store)
+        self.ours = load_pipeline(*stored, dtype="float32", backend=backend)
         for one in (self.image, self.inpaint, self.text):
             one.set_progress_bar_config(disable=True)
 
 
-@pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory) -> Both:
+@pytest.fixture(scope="module", params=(MLX, TORCH))
+def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Both:
     model, blobs = (tmp_path_factory.mktemp(name) for name in ("model", "blobs"))
-    return Both(model, blobs, SEED)
+    return Both(model, blobs, SEED, request.param)
 
 
 def random_picture(rng: random.Random, width: int, height: int) -> Picture.Image:

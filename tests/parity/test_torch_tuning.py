@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from clowder_aimage.adapter.adapter import Adapter, LowRank
+from clowder_aimage.adapter.adapter import Adapter, DenseChange, LowRank
 from clowder_aimage.adapter.loaded_adapter import LoadedAdapter
 from clowder_aimage.errors import UsageError
 from clowder_aimage.generation.request import GenerateRequest
@@ -23,6 +24,12 @@ from tests.model.model_blobs import import_directory
 torch = pytest.importorskip("torch")
 pytest.importorskip("diffusers")
 pytest.importorskip("transformers")
+
+from clowder_aimage.model.torch import compiler  # noqa: E402 - after the check of its library
+from clowder_aimage.model.torch.attention import attend  # noqa: E402
+from clowder_aimage.model.torch.graph import PassCache  # noqa: E402
+from tests.parity.compiling import compile_with, count_compilations  # noqa: E402
+
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
 REQUEST = GenerateRequest.of("a fox", width=32, height=32, steps=3)
 
@@ -38,73 +45,173 @@ def pixels(pipeline: Any, request: GenerateRequest = REQUEST) -> np.ndarray:
     return last.pixels.astype(int)
 
 
-def adapter(pipeline: Any, scale: float) -> LoadedAdapter:
-    name = "transformer/layers.0.attention.to_v.weight"
+def adapter(pipeline: Any, scale: float, *, rank: int = 2, layer: int = 0) -> LoadedAdapter:
+    name = f"transformer/layers.{layer}.attention.to_v.weight"
     rows, columns = pipeline.shapes[name]
     values = np.random.default_rng(1)
-    down, up = values.standard_normal((2, columns)), values.standard_normal((rows, 2))
+    down, up = values.standard_normal((rank, columns)), values.standard_normal((rows, rank))
     pair = LowRank(down.astype(np.float32), up.astype(np.float32), scale)
     return LoadedAdapter(f"a{scale}", Adapter(f"a{scale}", {name: (pair,)}))
 
 
+def set_values(pipeline: Any) -> LoadedAdapter:
+    """Return an adapter that is not of low rank."""
+    name = "transformer/layers.1.attention.to_k.weight"
+    values = np.random.default_rng(2).standard_normal(pipeline.shapes[name])
+    change = DenseChange(0.1 * values.astype(np.float32))
+    return LoadedAdapter("values", Adapter("values", {name: (change,)}))
+
+
 @pytest.fixture
-def compiling_here() -> Iterator[None]:
+def counter() -> Iterator[Any]:
+    with count_compilations() as counter:
+        yield counter
+
+
+@pytest.fixture
+def inductor() -> Iterator[None]:
     """Compile in this process: each of its own for compilation imports PyTorch first."""
     from torch._inductor import config
 
-    with config.patch(compile_threads=1):
+    with config.patch(compile_threads=1), compile_with("inductor"):
         yield
 
 
-@pytest.mark.usefixtures("compiling_here")
-@pytest.mark.parametrize(
-    ("backend", "uses"),
-    [
-        ("eager", [[], [(0.2, 1.0)]]),
-        *(
-            pytest.param(name, [[], [(0.2, 1.0)], [(0.2, -1.0)], []], marks=pytest.mark.slow)
-            for name in ("eager", "inductor")
-        ),
-    ],
-)
-@pytest.mark.no_cover  # which would double the time of the compiler, a program in Python
-def test_compiled_layers_make_the_same_pictures_and_notice_adapters(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    backend: str,
-    uses: list[list[tuple[float, float]]],
-) -> None:
-    """Compiled layers share code, which ignores branches: tensors are changed.
+def compare(found: Any, exact: Any, request: GenerateRequest) -> np.ndarray:
+    expected = pixels(exact, request)
+    assert np.abs(pixels(found, request) - expected).max() <= 1
+    return expected
 
-    Inductor, the default, compiles C++ for a minute; eager runs the same traced graphs.
-    """
-    compile_module = torch.nn.Module.compile
-    monkeypatch.setattr(
-        torch.nn.Module,
-        "compile",
-        lambda module, **options: compile_module(module, **options | {"backend": backend}),
-    )
-    exact, compiled = load(tmp_path), load(tmp_path, compile=True)
-    blocks = compiled.networks.transformer.get().module.layers
-    assert all(block._compiled_call_impl is not None for block in blocks)
-    seen = []
+
+@pytest.mark.no_cover  # which would double the time of the compiler, a program in Python
+def test_compiled_blocks_make_the_same_pictures_and_are_compiled_once(
+    tmp_path: Path, counter: Any
+) -> None:
+    """One code for all layers, lengths and adapters."""
+    exact, compiled = load(tmp_path), load(tmp_path, compile="now")
+    compiled.networks.vae = exact.networks.vae
+    compiled.networks.transformer.get()
+    assert counter.frame_count == 1
+    plain = compare(compiled, exact, REQUEST)
+    other = GenerateRequest.of("a fox " * 9, width=64, height=96, steps=2)
+    compare(compiled, exact, other)
+    compare(compiled, exact, REQUEST.change(steps=5, cache_threshold=10.0))
+    assert counter.frame_count == 1
+    seen, counts = [plain], []
+    uses: list[list[tuple[Any, float]]] = [
+        [(adapter(exact, 0.2), 1.0)],
+        [(adapter(exact, 0.2), -0.5)],
+        [(adapter(exact, 0.3, rank=33, layer=1), 1.0)],
+        [(adapter(exact, 0.2), 1.0), (adapter(exact, 0.3), 1.0), (set_values(exact), 1.0)],
+        [],
+    ]
     for adapters in uses:
         for one in (exact, compiled):
-            one.use_adapters([(adapter(one, scale), strength) for scale, strength in adapters])
-        found, expected = pixels(compiled), pixels(exact)
-        assert np.abs(found - expected).max() <= 1
-        seen.append(expected)
+            one.use_adapters(adapters)
+        seen.append(compare(compiled, exact, REQUEST))
+        counts.append(counter.frame_count)
+    # Branches are other code; other adapters are other values of its inputs
+    assert counts == [2] * len(uses)
     assert all(np.abs(one - other).max() > 1 for one, other in itertools.pairwise(seen))
-    if len(uses) == 2:  # a cache compiles half of the layers again
-        return
-    cached = REQUEST.change(steps=5, cache_threshold=10.0)
-    assert np.abs(pixels(compiled, cached) - pixels(exact, cached)).max() <= 1
+    assert np.array_equal(seen[-1], plain)
+
+
+@pytest.mark.no_cover
+def test_blocks_that_are_compiled_in_a_thread_are_used_when_they_are_ready(
+    tmp_path: Path, counter: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[Any] = []
+    form = compiler.CompiledForm
+    monkeypatch.setattr(form.__init__, "__defaults__", (begun.append,))
+    exact, compiled = load(tmp_path), load(tmp_path, compile="background")
+    compare(compiled, exact, REQUEST)
+    assert counter.frame_count == 0 and len(begun) == 2
+    for function in begun:
+        thread = threading.Thread(target=function)
+        thread.start()
+        thread.join()
+    assert counter.frame_count == 2
+    networks = compiled.networks
+    blocks = networks.transformer.get().blocks
+    assert blocks.form.is_ready(blocks.has_branches)
+    latents = np.zeros((networks.vae.config.latent_channels, 36, 44), np.float32)
+    assert np.abs(networks.decode(latents) - exact.networks.decode(latents).astype(int)).max() <= 1
+    compare(compiled, exact, REQUEST)
+    # The code of the decoder is not for such a small picture
+    before = counter.frame_count
+    for one in (exact, compiled):
+        one.use_adapters([(adapter(one, 0.2), 1.0)])
+    compare(compiled, exact, REQUEST)
+    assert counter.frame_count == before and len(begun) == 3
+
+
+def test_blocks_that_cannot_be_compiled_are_called_as_they_are(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fail(_: Any) -> None:
+        raise RuntimeError("no compiler\nat all")
+
+    form = compiler.CompiledForm("background", lambda function: function())
+    assert form.select("a", fail) is compiler.call_block
+    assert form.select("a", fail) is compiler.call_block
+    (record,) = caplog.records
+    assert record.getMessage() == "blocks stay uncompiled"
+    assert vars(record)["error"] == "RuntimeError: no compiler"
+    assert form.select("b", lambda _: None) is not compiler.call_block
+    assert compiler.CompiledForm("never").select("a", fail) is compiler.call_block
+
+
+@pytest.mark.no_cover
+def test_recorded_passes_replay_compiled_blocks_until_tensors_change(
+    tmp_path: Path, counter: Any
+) -> None:
+    exact, compiled = load(tmp_path), load(tmp_path, compile="now")
+    compiled.networks.vae = exact.networks.vae
+    network = compiled.networks.transformer.get()
+    recorded: list[Any] = []
+
+    class Recorded:
+        """A pass of a device that reads the same memory at each replay."""
+
+        size = 1
+
+        def __init__(self, function: Any, inputs: Any) -> None:
+            recorded.append(self)
+            self.function, self.inputs = function, [value.clone() for value in inputs]
+
+        def replay(self, inputs: Any) -> Any:
+            for fixed, value in zip(self.inputs, inputs, strict=True):
+                fixed.copy_(value)
+            return self.function(self.inputs)
+
+    network.blocks.passes = PassCache(Recorded, 3)
+    compare(compiled, exact, REQUEST.change(n=2))
+    assert len(recorded) == 1
+    for one in (exact, compiled):
+        one.use_adapters([(adapter(one, 0.2), 1.0)])
+    compare(compiled, exact, REQUEST)
+    assert len(recorded) == 2 and network.blocks.passes.size == 1
+    compare(compiled, exact, REQUEST.change(cache_threshold=10.0))
+    assert len(recorded) == 2 and counter.frame_count == 2
+
+
+@pytest.mark.slow
+@pytest.mark.no_cover
+@pytest.mark.usefixtures("inductor")
+def test_compiled_code_makes_the_same_pictures(tmp_path: Path) -> None:
+    """Inductor, the default, compiles C++ for a minute."""
+    exact, compiled = load(tmp_path), load(tmp_path, compile="now")
+    compare(compiled, exact, REQUEST)
+    compare(compiled, exact, GenerateRequest.of("a fox " * 9, width=64, height=96, steps=2))
+    for one in (exact, compiled):
+        one.use_adapters([(adapter(one, 0.2), 1.0), (set_values(one), 1.0)])
+    compare(compiled, exact, REQUEST)
 
 
 def test_a_machine_without_a_compiler_is_refused_before_weights_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from clowder_aimage.model.torch.tuning import check_compiler
+    from clowder_aimage.model.torch.compiler import check_compiler
 
     def fail(*_: object, **__: object) -> Any:
         raise RuntimeError("InvalidCxxCompiler: No working C++ compiler found\nin a trace")
@@ -112,7 +219,7 @@ def test_a_machine_without_a_compiler_is_refused_before_weights_are_read(
     check_compiler.cache_clear()
     monkeypatch.setattr(torch, "compile", fail)
     with pytest.raises(UsageError, match=r"cannot compile on this machine .*No working") as refused:
-        load(tmp_path, compile=True)
+        load(tmp_path, compile="now")
     assert "trace" not in refused.value.message and "g++" in str(refused.value.hint)
     check_compiler.cache_clear()
 
@@ -120,8 +227,7 @@ def test_a_machine_without_a_compiler_is_refused_before_weights_are_read(
 @pytest.mark.parametrize("name", ["native", "_native_math"])
 def test_an_attention_backend_is_used(tmp_path: Path, name: str) -> None:
     pipeline = load(tmp_path, attention=name)
-    layer = pipeline.networks.transformer.get().module.layers[0].attention
-    assert layer.processor._attention_backend == name
+    assert pipeline.library.attention is not attend
     assert np.abs(pixels(pipeline) - pixels(load(tmp_path))).max() <= 1
 
 

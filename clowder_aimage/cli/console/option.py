@@ -58,7 +58,10 @@ device_option = click.option(
 )
 torch_options = options(
     click.option(
-        "--compile", is_flag=True, default=None, help="Compile layers on their first use (PyTorch)."
+        "--compile",
+        type=click.Choice(["never", "background", "now"]),
+        help="When PyTorch compiles: never, beside the first steps, or before the model is ready. "
+        "[default: background on CUDA, else never]",
     ),
     click.option(
         "--attention",

@@ -44,6 +44,7 @@ from clowder_aimage.generation.request import ALPHA, GenerateRequest, LoraUse
 from clowder_aimage.model.adapter_source import OWN
 from clowder_aimage.model.library_choice import (
     BACKENDS,
+    NOW,
     TORCH,
     TorchTuning,
     choose_library,
@@ -185,7 +186,7 @@ def _load_as_made(
 ) -> RunnableModel:
     """Load the model in the form in which the picture was computed, if this machine can."""
     if made.forward == COMPILED and options.backend == TORCH:
-        compiled = replace(options, tuning=replace(options.tuning, compile=True))
+        compiled = replace(options, tuning=replace(options.tuning, compile=NOW))
         try:
             return load_model(fetched, request, compiled, finder)
         except UsageError as error:

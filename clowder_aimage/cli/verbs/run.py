@@ -211,7 +211,7 @@ def run(
     if is_text:
         build_text_request(values, [{"role": "user", "content": ""}])
     tuning = TorchTuning(
-        bool(values["compile"]),
+        values["compile"],
         values["attention"],
         values["device"],
         values["compute"],

@@ -121,7 +121,7 @@ def load_model(
     from clowder_aimage.model.flow.memory_budget import AUTO as BY_MEMORY
 
     tuning = options.tuning
-    if tuning.compile and (compiled := open_compiled(get_settings().layout.root)) is not None:
+    if tuning.may_compile and (compiled := open_compiled(get_settings().layout.root)) is not None:
         tuning = replace(tuning, compiled=str(compiled))
     model = generate.load(
         fetched.aimage.files,

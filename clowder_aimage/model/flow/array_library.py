@@ -68,6 +68,11 @@ class ArrayLibrary(Protocol):
     warning: str | None
 
     @property
+    def is_warmed_up(self) -> bool:
+        """Return True if a picture is made before the first request: the device starts slowly."""
+        ...
+
+    @property
     def dtype_name(self) -> str:
         """Return the name of the compute type: float32 or bfloat16."""
         ...

@@ -71,6 +71,10 @@ class MlxLibrary:
         self.warning = None if is_on_gpu() else describe_unused_gpu("MLX", _OTHER)
 
     @property
+    def is_warmed_up(self) -> bool:
+        return False
+
+    @property
     def dtype_name(self) -> str:
         return str(self.dtype).removeprefix("mlx.core.")
 

@@ -1,36 +1,31 @@
-"""Rotary position embeddings: one axis in halves (Qwen), several axes in pairs (Z-Image, FLUX.2).
-
-Angles are computed as in the references: in float64 (FLUX.2), rounded to float32 (Z-Image), or in
-float32 (Qwen). Cosines and sines are computed once per length on the CPU, so that all devices use
-the same tables. Sources: RoFormer (arXiv 2104.09864), YaRN (arXiv 2309.00071).
-"""
+"""Rotary embeddings: one axis in halves (Qwen), several axes in pairs (Z-Image, FLUX.2)."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from clowder_aimage.model.backend import mx
 from clowder_aimage.model.compute.array_block import Array, Floats, run_in_blocks, view_memory
+from clowder_aimage.model.flow.rope_table import (
+    FloatTable,
+    compute_axes_table,
+    compute_text_table,
+)
 from clowder_aimage.model.rope_config import RopeConfig
 
 # Cosines and sines
 Table = tuple[mx.array, mx.array]
 
 
-def build_table(angles: npt.NDArray[np.floating[Any]], scale: float = 1.0) -> Table:
-    """Return cosine and sine of angles, each rounded once, times ``scale``."""
-    exact = angles.astype(np.float64)
-    cosines = np.cos(exact).astype(np.float32) * np.float32(scale)
-    sines = np.sin(exact).astype(np.float32) * np.float32(scale)
+def _to_arrays(table: FloatTable) -> Table:
+    cosines, sines = table
     return mx.array(cosines), mx.array(sines)
 
 
 def build_text_table(config: RopeConfig, length: int) -> Table:
     """Return tables of shape (length, dim / 2) for the positions 0 to length - 1."""
-    return build_table(config.compute_angles(length), config.attention_factor)
+    return _to_arrays(compute_text_table(config, length))
 
 
 def rotate_halves(arrays: list[Array], rope: Table) -> list[Array]:
@@ -98,9 +93,4 @@ def build_axes_table(
 
     Angles are rounded to float32, unless ``is_exact``.
     """
-    angles = []
-    for axis, dim in enumerate(axes_dims):
-        frequencies = 1.0 / theta ** (np.arange(0, dim, 2, dtype=np.float64) / dim)
-        angles.append(np.outer(positions[:, axis].astype(np.float64), frequencies))
-    joined = np.concatenate(angles, axis=1)
-    return build_table(joined if is_exact else joined.astype(np.float32))
+    return _to_arrays(compute_axes_table(positions, axes_dims, theta, is_exact=is_exact))

@@ -105,3 +105,9 @@ class VaeConfig(AutoencoderConfig):
         config = cls(**arguments, batch_norm_eps=epsilon)
         cls.finish(fields, "batch_norm_momentum")
         return config
+
+
+def rename_tensor(name: str) -> str:
+    """Return the name of the parameter for a tensor of diffusers' transformer."""
+    name = name.replace("time_guidance_embed.timestep_embedder.linear_", "time_linear_")
+    return name.replace(".to_out.0.", ".to_out.").replace(".linear.", ".")

@@ -77,6 +77,13 @@ def build_positions(picture: int, height: int, width: int) -> Positions:
     return positions
 
 
+def place_words(length: int) -> Positions:
+    """Return the positions of the tokens of a text, which count along the last axis."""
+    positions = np.zeros((length, AXES), dtype=np.int64)
+    positions[:, AXES - 1] = np.arange(length)
+    return positions
+
+
 def to_tokens(latents: Any) -> Any:
     """Return latents (channels, height, width) as tokens (height * width, channels).
 

@@ -28,11 +28,12 @@ from clowder_aimage.model.flow.conditioning import Caption
 from clowder_aimage.model.flow.rope import Table, build_axes_table, rotate_pairs
 from clowder_aimage.model.flow.step_cache import StepCache
 from clowder_aimage.model.flow.time_embedding import FREQUENCIES, embed_time
-from clowder_aimage.model.flux2.config import AXES, TransformerConfig
+from clowder_aimage.model.flux2.config import TransformerConfig, rename_tensor
 from clowder_aimage.model.flux2.reference_picture import (
     Positions,
     ReferenceTokens,
     build_positions,
+    place_words,
     to_tokens,
 )
 
@@ -185,9 +186,8 @@ class Transformer(Network):
 
     def build_caption(self, features: mx.array) -> Caption:
         """Embed text features of shape (length, joint_attention_dim)."""
-        positions = np.zeros((len(features), AXES), dtype=np.int64)
-        positions[:, AXES - 1] = np.arange(len(features))
-        return Caption(self.context_embedder(features[None]), self._build_rope(positions))
+        rope = self._build_rope(place_words(len(features)))
+        return Caption(self.context_embedder(features[None]), rope)
 
     def __call__(
         self,
@@ -267,8 +267,7 @@ class Transformer(Network):
     @staticmethod
     def sanitize(name: str) -> str:
         """Return the name of the parameter for a diffusers tensor."""
-        name = name.replace("time_guidance_embed.timestep_embedder.linear_", "time_linear_")
-        return name.replace(".to_out.0.", ".to_out.").replace(".linear.", ".")
+        return rename_tensor(name)
 
     @staticmethod
     def skip(_: str) -> bool:

@@ -1,5 +1,5 @@
-"""Image models on PyTorch: networks of diffusers and transformers, with tensors from blobs.
+"""Image models on PyTorch: networks of this project, with tensors from blobs.
 
-Only this package imports PyTorch, diffusers and transformers; the steps of a generation are those
-of ``clowder_aimage.model.flow``, the same as for MLX.
+Only this package imports PyTorch; diffusers is imported for its attention backends, if one is
+selected. The steps of a generation are those of ``clowder_aimage.model.flow``, as for MLX.
 """

@@ -1,12 +1,14 @@
-"""Adapters in a network of PyTorch: applied beside its weights, or in copies of them, and undone.
+"""Adapters in a network of PyTorch: applied beside its weights, or in place of them, and undone.
 
-Changes of low rank are a branch beside a linear layer; all others (rarer) change a copy
-of the tensor, by the definition in ``adapter/dense.py``. The tensors of the blobs stay as they are.
+Changes of low rank are a branch beside a linear layer; all others (rarer) change the values of a
+tensor, by the definition in ``adapter/dense.py``. The blobs stay as they are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,21 +20,31 @@ from clowder_aimage.adapter.loaded_adapter import Use
 from clowder_aimage.adapter.network_adaptation import NetworkAdaptation
 from clowder_aimage.errors import ModelError
 from clowder_aimage.model.torch.library import TorchLibrary, computing
+from clowder_aimage.model.torch.operation import Branch, Branching, Linear
 
 Changes = Sequence[tuple[Change, float]]
+# Ranks of branches in compiled blocks are multiples of it: kernels prefer such sizes
+_MULTIPLE = 16
+
+
+@dataclass(slots=True)
+class _BranchChanges:
+    """The changes of a layer's branch: pairs of matrices, and values that are added.
+
+    Each has the first of the outputs that it changes.
+    """
+
+    pairs: list[tuple[int, LowRank, float]] = field(default_factory=list)
+    shifts: list[tuple[int, Any]] = field(default_factory=list)
 
 
 class TorchAdaptation(NetworkAdaptation):
-    """The adapters of a network of PyTorch.
-
-    All changes of compiled layers are of tensors, because these do not notice branches.
-    """
+    """The adapters of a network of PyTorch."""
 
     def __init__(self, component: str, sanitize: Any, skip: Any, library: TorchLibrary) -> None:
         super().__init__(component, sanitize, skip)
-        self._is_compiled = library.tuning.compile
         # Stored here: an offloaded layer is elsewhere while it is idle
-        self._target = library.device, library.dtype
+        self._target: dict[str, Any] = {"device": library.device, "dtype": library.dtype}
 
     @computing
     def _put(self, uses: Sequence[Use]) -> None:
@@ -41,45 +53,76 @@ class TorchAdaptation(NetworkAdaptation):
             for name in self.list_tensors(adapter):
                 tensor_changes = adapter.get_changes(f"{self.component}/{name}")
                 changes.setdefault(name, []).extend((change, strength) for change in tensor_changes)
-        for name, layer_changes in changes.items():
-            self._adapt(name, layer_changes)
+        branches: dict[Branching, _BranchChanges] = {}
+        self._forget()
+        for name, named_changes in changes.items():
+            self._adapt(name, named_changes, branches)
+        blocks = self._network.blocks
+        compiled = set(blocks.iter_branching()) if blocks and blocks.is_compiled else set()
+        if branches:
+            # All layers of compiled blocks have a branch: their code is the same
+            for layer in compiled - branches.keys():
+                branches[layer] = _BranchChanges()
+        for layer, layer_changes in branches.items():
+            self._undoing.append(partial(layer.set_branch, None))
+            layer.set_branch(self._build_branch(layer, layer_changes, is_equal=layer in compiled))
 
-    def _adapt(self, name: str, changes: Changes) -> None:
+    def _undo(self) -> None:
+        if self._undoing:
+            self._forget()
+        super()._undo()
+
+    def _forget(self) -> None:
+        """Drop recorded passes, which read the tensors of this moment."""
+        if self._network.blocks is not None:
+            self._network.blocks.passes.clear()
+
+    def _adapt(
+        self, name: str, changes: Changes, branches: dict[Branching, _BranchChanges]
+    ) -> None:
         path, _, parameter = self._sanitize(name).rpartition(".")
         layer = self._network.module.get_submodule(path)
-        pairs = [(change, t) for change, t in changes if isinstance(change, LowRank)]
-        is_linear = isinstance(layer, torch.nn.Linear) and parameter == "weight"
-        if is_linear and len(pairs) == len(changes) and not self._is_compiled:
-            branch = _Branch(pairs, *self._target)
-            self._undoing.append(layer.register_forward_hook(branch.add).remove)
-            return
         original = getattr(layer, parameter, None)
-        if original is None and (parameter != "bias" or not isinstance(layer, torch.nn.Linear)):
+        if isinstance(layer, Linear):
+            pairs = [(change, t) for change, t in changes if isinstance(change, LowRank)]
+            if parameter == "weight" and len(pairs) == len(changes):
+                branch = branches.setdefault(layer.group, _BranchChanges())
+                branch.pairs.extend((layer.offset, change, t) for change, t in pairs)
+                return
+            if parameter == "bias" and original is None:
+                zeros = np.zeros(changes[0][0].shape, np.float32)
+                branch = branches.setdefault(layer.group, _BranchChanges())
+                branch.shifts.append((layer.offset, dense.apply_changes(zeros, changes)))
+                return
+        if original is None:
             raise ModelError(f"{self.component}/{name[:200]} cannot be changed by an adapter")
-        values = np.zeros(changes[0][0].shape, np.float32)
-        like = layer.weight if original is None else original
-        if original is not None:
-            values = original.detach().to("cpu", torch.float32, copy=True).numpy()
+        values = original.detach().to("cpu", torch.float32, copy=True).numpy()
         changed = torch.from_numpy(dense.apply_changes(values, changes))
-        changed = changed.to(like.device, self._target[1])
+        changed = changed.to(original.device, self._target["dtype"])
+        group = layer.joined_group if isinstance(layer, Linear) else None
+        if group is not None:
+            self._undoing.append(group.keep())
+        else:
+            self._undoing.append(partial(setattr, layer, parameter, original))
         setattr(layer, parameter, torch.nn.Parameter(changed, requires_grad=False))
-        self._undoing.append(lambda: setattr(layer, parameter, original))
+        if group is not None:
+            # Its product reads the tensor of the group
+            group.join()
 
-
-class _Branch:
-    """Changes of low rank of a linear layer, as one pair of matrices."""
-
-    def __init__(
-        self, changes: Sequence[tuple[LowRank, float]], device: str, dtype: torch.dtype
-    ) -> None:
-        options: dict[str, Any] = {"device": device, "dtype": dtype}
-        downs = np.concatenate([change.down for change, _ in changes])
-        ups = np.concatenate([change.up for change, _ in changes], axis=1)
-        scales = [np.full(len(change.down), t * change.scale, np.float32) for change, t in changes]
-        self._down, self._up = (torch.from_numpy(change).to(**options) for change in (downs, ups))
-        self._scales = torch.from_numpy(np.concatenate(scales)).to(**options)
-
-    def add(self, _: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
-        """Return the output of the layer with the changes; a forward hook."""
-        inner = torch.nn.functional.linear(inputs[0], self._down) * self._scales
-        return output + torch.nn.functional.linear(inner, self._up)
+    def _build_branch(self, layer: Branching, changes: _BranchChanges, *, is_equal: bool) -> Branch:
+        """Return the branch of a layer; ``is_equal``: its rank fits compiled code."""
+        rank = sum(len(change.down) for _, change, _ in changes.pairs)
+        if is_equal:
+            rank = max(1, -(-rank // _MULTIPLE)) * _MULTIPLE
+        down = np.zeros((1, rank, layer.inputs), np.float32)
+        up = np.zeros((1, sum(layer.sizes), rank), np.float32)
+        shift = np.zeros((1, 1, sum(layer.sizes)), np.float32)
+        start = 0
+        for offset, change, strength in changes.pairs:
+            end, scale = start + len(change.down), np.float32(strength * change.scale)
+            down[0, start:end] = change.down
+            up[0, offset : offset + len(change.up), start:end] = change.up * scale
+            start = end
+        for offset, values in changes.shifts:
+            shift[0, 0, offset : offset + len(values)] += values
+        return Branch(*(torch.from_numpy(one).to(**self._target) for one in (down, up, shift)))

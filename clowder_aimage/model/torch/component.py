@@ -1,8 +1,7 @@
-"""The components of a model as networks of diffusers and transformers.
+"""The components of a model as networks of PyTorch.
 
 A network is made on PyTorch's meta device, without values; its parameters become tensors over the
-blobs, mapped copy-on-write, or copies of them in the compute type on the device. Nothing is
-downloaded.
+blobs, mapped copy-on-write, or copies of them in the compute type on the device.
 """
 
 from __future__ import annotations
@@ -10,10 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from clowder_aimage.errors import ModelError
 from clowder_aimage.model.flow.component import ModelComponents
@@ -22,55 +20,15 @@ from clowder_aimage.model.parameter_names import FLOATS, check_shape, match_tens
 from clowder_aimage.model.torch.adapted_network import TorchAdaptation
 from clowder_aimage.model.torch.layer_offload import LayerOffload, compute_least_count, iter_layers
 from clowder_aimage.model.torch.library import TorchLibrary, computing
+from clowder_aimage.model.torch.network import TorchNetwork
 from clowder_aimage.model.torch.row_scaled_weights import RowScaledWeights
-from clowder_aimage.model.torch.tuning import tune
 from clowder_aimage.model.torch.weight_load import keep_on_host
 from clowder_aimage.model.weights import ModelWeights
-
-# A counter of the training, without a parameter here
-_COUNTERS = ("num_batches_tracked",)
-_FACTORIES = (torch.empty, torch.ones, torch.zeros)
-# The functions of torch.nn.init that fill parameters
-_FILLING = (torch.Tensor.fill_, torch.Tensor.zero_)
-
-
-class TorchNetwork(Protocol):
-    """A network that is called with arrays of the library; ``module`` has its parameters."""
-
-    module: Any
-
-    @staticmethod
-    def sanitize(name: str) -> str:
-        """Return the name of the parameter for a tensor."""
-        ...
-
-    def skip(self, name: str) -> bool:
-        """Return True for tensors that are not used."""
-        ...
-
-
-class _Unfilled(TorchFunctionMode):  # type: ignore[misc]
-    """A context that makes modules without values: neither memory nor initial values.
-
-    Their parameters are on the meta device. Tables that modules compute are computed.
-    """
-
-    def __torch_function__(
-        self, function: Any, _: Any, arguments: Any = (), keywords: Any = None, /
-    ) -> Any:
-        keywords = keywords or {}
-        if function in _FACTORIES:
-            return torch.empty(*arguments, **keywords | {"device": "meta"})
-        if function in _FILLING and arguments[0].is_meta:
-            return arguments[0]
-        if getattr(function, "__module__", "") == torch.nn.init.__name__:
-            return arguments[0] if arguments else keywords["tensor"]
-        return function(*arguments, **keywords)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TorchComponents(ModelComponents):
-    """Networks of PyTorch: ``make`` makes one from its parsed config and the fields of its file."""
+    """Networks of PyTorch: ``make`` makes one from its parsed config and the library."""
 
     library: TorchLibrary
 
@@ -82,18 +40,20 @@ class TorchComponents(ModelComponents):
         *,
         is_adapted: bool = True,
     ) -> Module:
+        library, component = self.library, weights.component
+
         def build_empty() -> TorchNetwork:
-            with _Unfilled():
-                network: TorchNetwork = make(config, weights.config)
-            tune(network.module, self.library.tuning)
+            network: TorchNetwork = make(config, library)
             return network
 
-        library, component, network = self.library, weights.component, build_empty()
+        network = build_empty()
         names = [name for name in weights if not network.skip(name)]
         skipped = tuple(f"{component}/{name}" for name in weights if network.skip(name))
         parameters, counts, types = _check(component, network, weights, names)
         adaptation = TorchAdaptation(component, network.sanitize, network.skip, library)
-        loader = _NetworkLoader(library, weights, parameters, build_empty, network)
+        loader = _NetworkLoader(
+            library, weights, parameters, build_empty, network, is_copied=library.must_copy(types)
+        )
         size = least = loader.compute_size(counts)
         if library.can_offload(types):
             least = compute_least_count(network.module, counts) * library.itemsize
@@ -109,6 +69,7 @@ class _NetworkLoader:
     """The loads of a network: the first one fills the network that was ``checked``.
 
     parameters: their names, by those of the tensors. make: return another network, without values.
+    is_copied: tensors are copied from those of the blobs.
     """
 
     def __init__(
@@ -118,7 +79,10 @@ class _NetworkLoader:
         parameters: Mapping[str, str],
         make: Callable[[], TorchNetwork],
         checked: TorchNetwork,
+        *,
+        is_copied: bool,
     ) -> None:
+        self._is_copied = is_copied
         self._library, self._weights, self._parameters = library, weights, parameters
         self._row_scaled = RowScaledWeights(library, weights)
         self._make = make
@@ -136,6 +100,7 @@ class _NetworkLoader:
         network, is_again = self._checked or self._make(), self._checked is None
         self._checked = None
         self._fill(network, in_layers=in_layers, is_again=is_again)
+        network.finish(in_layers=in_layers, is_copied=self._is_copied)
         return network
 
     def keep(self, is_stopped: Callable[[], bool]) -> None:
@@ -152,7 +117,7 @@ class _NetworkLoader:
                     return
 
     def _fill(self, network: TorchNetwork, *, in_layers: bool, is_again: bool) -> None:
-        """Give a network its tensors, in the compute type, and recompute tables that no file has.
+        """Give a network its tensors, in the compute type.
 
         ``in_layers``: tensors of layers stay as they are until the layer runs. The names were
         checked, so that ``load_state_dict`` could only take longer.
@@ -172,17 +137,11 @@ class _NetworkLoader:
                 value: torch.Tensor | None = self._row_scaled.read(name)
                 if value is None:
                     value = self._weights.read_torch(name) if is_later else load.read(tensor)
-                kind = "_parameters" if key in vars(modules[path])["_parameters"] else "_buffers"
-                if kind == "_parameters":
-                    value = torch.nn.Parameter(value, requires_grad=False)
                 # ``setattr`` takes several times as long
-                vars(modules[path])[kind][key] = value
+                parameters = vars(modules[path])["_parameters"]
+                parameters[key] = torch.nn.Parameter(value, requires_grad=False)
         for layer in layers.values():
             LayerOffload(layer, library.device, library.dtype)
-        module.eval()
-        if (rotary := getattr(module, "rotary_emb", None)) is not None:
-            # The tables of rotary positions are computed, not stored
-            rotary.to(library.device)
 
 
 def _check(
@@ -193,9 +152,7 @@ def _check(
     Raises ModelError: a tensor is missing, unexpected, or has another shape or type.
     """
     parameter_shapes = {
-        name: tuple(value.shape)
-        for name, value in network.module.state_dict().items()
-        if not name.endswith(_COUNTERS)
+        name: tuple(value.shape) for name, value in network.module.state_dict().items()
     }
     matches = match_tensors(component, network.sanitize, parameter_shapes, names)
     types: set[str | None] = set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -15,9 +16,17 @@ import torch
 from clowder_aimage.errors import ModelError, NoMemoryError
 from clowder_aimage.model.flow.array_library import MIB, Floats
 from clowder_aimage.model.flow.pixels import check_numbers
-from clowder_aimage.model.library_choice import TorchTuning, choose_dtype_name
-from clowder_aimage.model.rounding import COMPILED, EAGER
+from clowder_aimage.model.library_choice import (
+    BACKGROUND,
+    NEVER,
+    NOW,
+    TorchTuning,
+    choose_dtype_name,
+)
+from clowder_aimage.model.rounding import COMPILED, EAGER, MIXED
+from clowder_aimage.model.torch.attention import Attention, select_attention
 from clowder_aimage.model.torch.compile_cache import keep_compiled
+from clowder_aimage.model.torch.compiler import check_compiler
 from clowder_aimage.model.torch.device import (
     CPU,
     CUDA,
@@ -27,10 +36,10 @@ from clowder_aimage.model.torch.device import (
     select_device,
 )
 from clowder_aimage.model.torch.device_queue import do_nothing, open_queue
+from clowder_aimage.model.torch.graph import SHARE, CudaPass, Record
 from clowder_aimage.model.torch.host_cache import HostCache
 from clowder_aimage.model.torch.row_scaled import check_fp8
 from clowder_aimage.model.torch.step_cache import TorchStepCache
-from clowder_aimage.model.torch.tuning import check_compiler
 from clowder_aimage.model.torch.weight_load import WeightLoad, begin_load
 
 # Bytes of attention scores at a time
@@ -100,6 +109,8 @@ class TorchMemory:
         return int(torch.cuda.max_memory_allocated(self._device))
 
     def clear(self) -> None:
+        # The layers of a network refer to each other
+        gc.collect()
         if self.kind == CUDA:
             torch.cuda.empty_cache()
         elif self.kind == MPS:
@@ -152,6 +163,7 @@ class TorchLibrary:
     def __init__(self, device: str, dtype: torch.dtype, tuning: TorchTuning | None = None) -> None:
         self.device, self.dtype, self.itemsize = device, dtype, int(dtype.itemsize)
         self.memory, self.tuning = TorchMemory(device), tuning or TorchTuning()
+        self.attention: Attention = select_attention(self.tuning.attention)
         self.warning: str | None = None
         self._queue = open_queue(device)
         self.host = HostCache(self._queue)
@@ -171,9 +183,9 @@ class TorchLibrary:
             device, getattr(torch, choose_dtype_name(dtype, is_gpu=device != CPU)), tuning
         )
         library.warning = describe_unused_device(tuning.device)
-        if tuning.compile:
-            if tuning.compiled is not None:
-                keep_compiled(Path(tuning.compiled), device)
+        if library.compile_mode != NEVER and tuning.compiled is not None:
+            keep_compiled(Path(tuning.compiled), device)
+        if tuning.compile not in (None, NEVER):
             check_compiler(device)
         if tuning.compute:
             check_fp8(device)
@@ -189,12 +201,30 @@ class TorchLibrary:
         self.host.room = size
 
     @property
+    def compile_mode(self) -> str:
+        """When blocks are compiled: ``never`` on a CPU and ``background`` on CUDA by default."""
+        if self.tuning.reproducible:
+            return NEVER
+        return self.tuning.compile or (BACKGROUND if self.memory.kind == CUDA else NEVER)
+
+    @property
+    def recorder(self) -> tuple[Record | None, int]:
+        """The function that records forward passes, if the device can, and the bytes for them."""
+        if self.memory.kind != CUDA:
+            return None, 0
+        return CudaPass, (self.memory.total or 0) // SHARE
+
+    @property
+    def is_warmed_up(self) -> bool:
+        return self.memory.kind == CUDA
+
+    @property
     def dtype_name(self) -> str:
         return str(self.dtype).removeprefix("torch.")
 
     @property
     def forward(self) -> str:
-        return COMPILED if self.tuning.compile else EAGER
+        return {NEVER: EAGER, BACKGROUND: MIXED, NOW: COMPILED}[self.compile_mode]
 
     def describe(self) -> str:
         """Return PyTorch's version and device, such as ``torch 2.13.0 cpu`` or ``..., fp8``."""
@@ -207,12 +237,16 @@ class TorchLibrary:
     def can_offload(self, types: Collection[str | None]) -> bool:
         """Return True if layers can be on the device one by one, for the types of their tensors.
 
-        Compiled layers and matrices of fp8 cannot. On a CPU only tensors that are converted take
-        memory at all, and quantized ones (None) would take it too.
+        They are not compiled then; matrices of fp8 cannot. On a CPU only tensors that are converted
+        take memory at all, and quantized ones (None) would take it too.
         """
-        if self.tuning.compile or self.tuning.compute:
+        if self.tuning.compute:
             return False
-        return self.device != CPU or (None not in types and {*types} != {_TYPES[self.dtype]})
+        return self.must_copy(types) and (self.device != CPU or None not in types)
+
+    def must_copy(self, types: Collection[str | None]) -> bool:
+        """Return True unless tensors of all these types are mapped; that of quantized is None."""
+        return self.device != CPU or {*types} != {_TYPES[self.dtype]}
 
     def begin_load(self, *, is_again: bool = False) -> AbstractContextManager[WeightLoad]:
         """Return a context that loads tensors to the device in the compute type.

@@ -9,7 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from clowder_aimage.model.flow.config import AutoencoderConfig
+from clowder_aimage.model.flow.pixel_position import place_pixels
 from clowder_aimage.model.rope_config import MIN_THETA
 from clowder_aimage.tensor.config_fields import MAX_LAYERS, ConfigFields
 
@@ -18,6 +22,25 @@ _MAX_SCALE = 1e6
 PATCH = 2
 # Text and picture are each padded to a multiple of so many tokens
 MULTIPLE = 32
+# Hidden channels of the embedding of a time
+TIME_HIDDEN = 1024
+# Of the norms of queries and keys, regardless of norm_eps, as in the reference
+QK_EPS = 1e-5
+# Parts of diffusers' names, and the names of parameters
+_NAMES = {
+    f"all_x_embedder.{PATCH}-1.": "x_embedder.",
+    f"all_final_layer.{PATCH}-1.": "final_layer.",
+    "final_layer.adaLN_modulation.1.": "final_layer.adaLN_modulation.",
+    "adaLN_modulation.0.": "adaLN_modulation.",
+    "cap_embedder.0.": "cap_norm.",
+    "cap_embedder.1.": "cap_linear.",
+    "t_embedder.mlp.0.": "t_embedder.linear1.",
+    "t_embedder.mlp.2.": "t_embedder.linear2.",
+    "attention.to_out.0.": "attention.to_out.",
+}
+
+# Caption, row and column of each token
+Positions = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,3 +146,29 @@ class VaeConfig(AutoencoderConfig):
 def pad_length(length: int) -> int:
     """Return the length rounded up to a multiple of 32."""
     return -(-length // MULTIPLE) * MULTIPLE
+
+
+def rename_tensor(name: str) -> str:
+    """Return the name of the parameter for a tensor of diffusers."""
+    for fragment, parameter in _NAMES.items():
+        name = name.replace(fragment, parameter)
+    return name
+
+
+def place_caption(length: int) -> Positions:
+    """Return the positions of a padded caption's tokens: they count from 1."""
+    positions = np.zeros((length, 3), dtype=np.int64)
+    positions[:, 0] = np.arange(1, length + 1)
+    return positions
+
+
+def place_image(rows: int, columns: int, caption: int) -> Positions:
+    """Return the positions of padded image tokens at (caption + 1, row, column), pads at zero.
+
+    caption: the length of the padded caption, which the picture follows as one position.
+    """
+    positions = np.zeros((pad_length(rows * columns), 3), dtype=np.int64)
+    tokens = positions[: rows * columns]
+    tokens[:, 0] = caption + 1
+    place_pixels(tokens, rows, columns)
+    return positions

@@ -26,27 +26,20 @@ from clowder_aimage.model.compute.operation import (
     swiglu_in_place,
 )
 from clowder_aimage.model.flow.conditioning import Caption
-from clowder_aimage.model.flow.pixel_position import place_pixels
 from clowder_aimage.model.flow.rope import Table, build_axes_table, rotate_pairs
 from clowder_aimage.model.flow.step_cache import StepCache
 from clowder_aimage.model.flow.time_embedding import FREQUENCIES, embed_time
-from clowder_aimage.model.zimage.config import PATCH, TransformerConfig, pad_length
-
-TIME_HIDDEN = 1024
-# Fixed in the reference, regardless of norm_eps
-QK_EPS = 1e-5
-# Parts of diffusers' names, and the names of parameters
-_NAMES = {
-    f"all_x_embedder.{PATCH}-1.": "x_embedder.",
-    f"all_final_layer.{PATCH}-1.": "final_layer.",
-    "final_layer.adaLN_modulation.1.": "final_layer.adaLN_modulation.",
-    "adaLN_modulation.0.": "adaLN_modulation.",
-    "cap_embedder.0.": "cap_norm.",
-    "cap_embedder.1.": "cap_linear.",
-    "t_embedder.mlp.0.": "t_embedder.linear1.",
-    "t_embedder.mlp.2.": "t_embedder.linear2.",
-    "attention.to_out.0.": "attention.to_out.",
-}
+from clowder_aimage.model.zimage.config import (
+    PATCH,
+    QK_EPS,
+    TIME_HIDDEN,
+    Positions,
+    TransformerConfig,
+    pad_length,
+    place_caption,
+    place_image,
+    rename_tensor,
+)
 
 
 class ImageAttention(Network):
@@ -191,9 +184,7 @@ class Transformer(Network):
     def build_caption(self, features: mx.array) -> Caption:
         """Embed and refine text features of shape (length, cap_feat_dim)."""
         tokens = fill(self.cap_linear(self.cap_norm(features)), self.cap_pad_token)
-        positions = np.zeros((tokens.shape[1], 3), dtype=np.int64)
-        positions[:, 0] = np.arange(1, tokens.shape[1] + 1)
-        rope, x = self._build_rope(positions), to_fastest(tokens)
+        rope, x = self._build_rope(place_caption(tokens.shape[1])), to_fastest(tokens)
         for block in self.context_refiner:
             x = block(x, rope)
         return Caption(to_mlx(x), rope)
@@ -241,32 +232,21 @@ class Transformer(Network):
         _, height, width = latents.shape
         embedded = self.t_embedder(float(np.float32(time) * np.float32(self.config.t_scale)))
         tokens = fill(self.x_embedder(to_patches(latents)), self.x_pad_token)
-        shape = height // PATCH, width // PATCH, tokens.shape[1], caption.tokens.shape[1]
+        positions = place_image(height // PATCH, width // PATCH, caption.tokens.shape[1])
         moment = to_fastest(embedded.astype(latents.dtype))
-        return ImageTokens(to_fastest(tokens), self._build_image_rope(*shape), moment)
+        return ImageTokens(to_fastest(tokens), self._build_rope(positions), moment)
 
     def refine(self, image: ImageTokens, hints: Hints) -> Array:
         """Return refined image tokens; ``hints`` are added after the refiner's layers."""
         return _run(self.noise_refiner, image.tokens, image.rope, image.time, hints)
 
-    def _build_image_rope(self, rows: int, columns: int, length: int, caption: int) -> Table:
-        """Return the table for image tokens at (caption + 1, row, column) and pads at (0, 0, 0)."""
-        positions = np.zeros((length, 3), dtype=np.int64)
-        tokens = positions[: rows * columns]
-        # The first axis counts the caption from 1; the picture follows as one position
-        tokens[:, 0] = caption + 1
-        place_pixels(tokens, rows, columns)
-        return self._build_rope(positions)
-
-    def _build_rope(self, positions: np.ndarray[tuple[int, int], np.dtype[np.int64]]) -> Table:
+    def _build_rope(self, positions: Positions) -> Table:
         return build_axes_table(positions, self.config.axes_dims, self.config.rope_theta)
 
     @staticmethod
     def sanitize(name: str) -> str:
         """Return the name of the parameter for a diffusers tensor."""
-        for fragment, parameter in _NAMES.items():
-            name = name.replace(fragment, parameter)
-        return name
+        return rename_tensor(name)
 
     @staticmethod
     def skip(name: str) -> bool:

@@ -1,0 +1,1 @@
+"""The networks of FLUX.2 [klein] on PyTorch."""

@@ -1,0 +1,1 @@
+"""The networks of Z-Image on PyTorch."""

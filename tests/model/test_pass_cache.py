@@ -1,0 +1,103 @@
+"""Recorded forward passes: when a pass is recorded, and which are dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+
+@dataclass
+class FakeDevice:
+    """Records passes of a size; notes what it records and replays."""
+
+    sizes: dict[int, int]
+    recorded: list[int] = field(default_factory=list)
+    replayed: list[int] = field(default_factory=list)
+    computed: list[int] = field(default_factory=list)
+
+    def record(self, function: Any, inputs: Sequence[Any]) -> Any:
+        length = len(inputs[0])
+        self.recorded.append(length)
+        return FakePass(self, length, function)
+
+    def compute(self, inputs: Sequence[Any]) -> Any:
+        self.computed.append(len(inputs[0]))
+        return inputs[0] + 1
+
+
+@dataclass
+class FakePass:
+    device: FakeDevice
+    length: int
+    function: Any
+
+    @property
+    def size(self) -> int:
+        return self.device.sizes[self.length]
+
+    def replay(self, inputs: Sequence[Any]) -> Any:
+        self.device.replayed.append(self.length)
+        return inputs[0] + 1
+
+
+def run(cache: Any, device: FakeDevice, *lengths: int) -> None:
+    for length in lengths:
+        output = cache.run(length, device.compute, [torch.full((length,), 2.0)])
+        assert output.tolist() == [3.0] * length
+
+
+def test_a_pass_is_recorded_when_its_shapes_are_used_again() -> None:
+    from clowder_aimage.model.torch.graph import PassCache
+
+    device = FakeDevice({1: 5, 2: 5})
+    cache = PassCache(device.record, 10)
+    run(cache, device, 1, 1, 1, 2, 1)
+    assert device.computed == [1, 2] and device.recorded == [1]
+    assert device.replayed == [1, 1, 1] and cache.size == 5
+
+
+def test_the_least_recently_used_passes_are_dropped_beyond_the_limit() -> None:
+    from clowder_aimage.model.torch.graph import PassCache
+
+    device = FakeDevice({1: 4, 2: 4, 3: 6})
+    cache = PassCache(device.record, 10)
+    run(cache, device, 1, 1, 2, 2, 1, 3, 3)
+    assert cache.size == 10 and device.recorded == [1, 2, 3]
+    # The second was dropped, and not the first, which was used after it
+    run(cache, device, 1, 3)
+    assert device.recorded == [1, 2, 3]
+    run(cache, device, 2)
+    assert device.recorded == [1, 2, 3, 2] and cache.size == 10
+
+
+def test_a_pass_that_exceeds_the_limit_is_not_recorded_again() -> None:
+    from clowder_aimage.model.torch.graph import PassCache
+
+    device = FakeDevice({1: 4, 2: 11})
+    cache = PassCache(device.record, 10)
+    run(cache, device, 1, 1, 2, 2, 2, 2)
+    assert device.recorded == [1, 2] and device.computed == [1, 2, 2, 2] and cache.size == 4
+
+
+def test_replaced_tensors_drop_all_passes() -> None:
+    from clowder_aimage.model.torch.graph import PassCache
+
+    device = FakeDevice({1: 4})
+    cache = PassCache(device.record, 10)
+    run(cache, device, 1, 1)
+    cache.clear()
+    run(cache, device, 1, 1)
+    assert device.recorded == [1, 1] and device.computed == [1, 1]
+
+
+def test_a_device_without_recorded_passes_computes() -> None:
+    from clowder_aimage.model.torch.graph import PassCache
+
+    device = FakeDevice({})
+    run(PassCache(), device, 1, 1, 1)
+    assert device.computed == [1, 1, 1]
