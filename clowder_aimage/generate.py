@@ -150,10 +150,15 @@ class RunnableModel:
             return [*warnings, *self.pipeline.list_warnings(request)]
 
     def plan_marking(
-        self, request: GenerateRequest, signer: PictureSigner | None = None
+        self,
+        request: GenerateRequest,
+        signer: PictureSigner | None = None,
+        *,
+        is_marked: bool = True,
     ) -> PictureMarking:
         """Return what the files of a request's pictures say about their origin."""
-        return plan_marking(request, self.pictures.store if self.pictures else None, signer)
+        store = self.pictures.store if self.pictures else None
+        return plan_marking(request, store, signer, is_marked=is_marked)
 
     def prepare(self, request: GenerateRequest) -> None:
         """Check the next request, and encode its texts. Raises as ``check``."""
@@ -254,14 +259,14 @@ def describe_picture(
     reference: Reference,
     model: RunnableModel,
     request: GenerateRequest,
-    marking: PictureMarking | None,
+    marking: PictureMarking,
 ) -> dict[str, Any]:
     """Return the parameters to render a request's pictures again, without their own seeds.
 
-    Also warnings about the request, if any, and that the pictures have no mark without a
-    ``marking``. Raises as ``ControlSource.name``, ``generate``.
+    Also warnings about the request, if any, and that the pictures have no mark. Raises as
+    ``ControlSource.name``, ``generate``.
     """
-    warnings = [*model.list_warnings(request), *(marking.warnings if marking else ())]
+    warnings = [*model.list_warnings(request), *marking.warnings]
     if model.controls and request.control.network is not None:
         request = request.change(controlnet=model.controls.name(request.control.network))
     return {
@@ -271,5 +276,5 @@ def describe_picture(
         "dtype": model.dtype,
         "backend": model.backend,
         **({"warnings": warnings} if warnings else {}),
-        **({} if marking else {"mark": False}),
+        **({} if marking.mark else {"mark": False}),
     }

@@ -323,7 +323,7 @@ class ModelProcess:
         # Metadata has the digest in a separate field
         name = command["reference"].partition("@")[0]
         model = self._open_variant(command)
-        marking = model.plan_marking(request, self._signer) if self._is_marked else None
+        marking = model.plan_marking(request, self._signer, is_marked=self._is_marked)
         metadata = describe_picture(Reference.parse(name), model, request, marking)
         # Raises here, not on the first iteration, if the request cannot be served
         events = model.generate(request)
@@ -336,8 +336,9 @@ class ModelProcess:
                     size = {name: getattr(event, name) for name in names}
                     self._send("image", request_id, encoded.data, **size, facts=encoded.facts)
                 elif isinstance(event, Preview):
-                    mark = marking.mark if marking else None
-                    data = encode_picture(event.pixels, None, encoding.kind, encoding.quality, mark)
+                    data = encode_picture(
+                        event.pixels, None, encoding.kind, encoding.quality, marking.mark
+                    )
                     self._send(
                         "preview", request_id, data, number=event.number, picture=event.picture
                     )

@@ -39,7 +39,7 @@ def encode_image(
     image: Image,
     facts: Mapping[str, Any],
     encoding: PictureEncoding,
-    marking: PictureMarking | None,
+    marking: PictureMarking,
 ) -> GeneratedPicture:
     """Return the file of an image; ``facts`` are those of its request, without its own seed.
 
@@ -52,7 +52,6 @@ def encode_image(
     kind, quality = encoding.kind, encoding.quality
     stated = add_quality({**facts, "seed": image.seed}, kind, quality)
     shown = stated if encoding.has_facts else None
-    mark = marking.mark if marking else None
-    data = encode_picture(image.pixels, shown, kind, quality, mark)
-    data = marking.sign(data, kind, shown) if marking else data
+    data = encode_picture(image.pixels, shown, kind, quality, marking.mark)
+    data = marking.sign(data, kind, shown)
     return GeneratedPicture(data, image.seed, kind, stated)

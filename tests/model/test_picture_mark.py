@@ -91,7 +91,7 @@ def test_xmp_without_a_source_type_is_no_mark(xmp: bytes) -> None:
 # -- pictures that begin with pictures
 
 
-def mark_of(inputs: dict[str, bytes | list[bytes]], root: Path) -> PictureMark:
+def mark_of(inputs: dict[str, bytes | list[bytes]], root: Path) -> PictureMark | None:
     """Return the mark of a request with pictures, by the names of its parameters."""
     store, named = ImageLayout(root), dict[str, str | tuple[str, ...]]()
 
@@ -131,6 +131,18 @@ def test_a_picture_with_parts_from_outside_is_a_composite(
     inputs: dict[str, bytes | list[bytes]], source_type: str, tmp_path: Path
 ) -> None:
     assert mark_of(inputs, tmp_path) == PictureMark(source_type)
+
+
+def test_a_mark_that_is_lost_is_said(tmp_path: Path) -> None:
+    store, content = ImageLayout(tmp_path), Descriptor.of("image/png", MADE)
+    store.push(content, build_bytes_body(MADE))
+    request = GenerateRequest.of("x", image=str(content.digest))
+    marking = plan_marking(request, store, is_marked=False)
+    assert marking.mark is None
+    assert marking.warnings == (
+        "the image has a mark of its origin, which the result does not keep",
+    )
+    assert plan_marking(GenerateRequest.of("x"), store, is_marked=False).warnings == ()
 
 
 def test_a_sheet_keeps_the_mark_of_its_pictures() -> None:

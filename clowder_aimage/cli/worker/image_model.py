@@ -139,7 +139,8 @@ class LocalImageModel:
             *request.input.references,
         )
         events = model.generate(request)
-        marking = model.plan_marking(request, self.signer) if self.options.is_marked else None
+        is_marked = self.options.is_marked
+        marking = model.plan_marking(request, self.signer, is_marked=is_marked)
         metadata = describe_picture(self.reference, model, request, marking)
         for warning in metadata.get("warnings", ()):
             note_once(f"warning: {warning}")

@@ -36,10 +36,10 @@ def encode_request(data: bytes, kind: str, roots: str) -> bytes:
 def _prepare() -> Callable[[bytes], bytes]:
     import c2pa  # noqa: F401 (before the limits are set)
 
-    return _answer
+    return answer_request
 
 
-def _answer(request: bytes) -> bytes:
+def answer_request(request: bytes) -> bytes:
     """Return the report about a file as JSON. Raises RefusedError."""
     size = _SIZE + int.from_bytes(request[:_SIZE], "big")
     kind, _, roots = request[_SIZE:size].decode().partition("\n")

@@ -29,10 +29,11 @@ _MAX_KEPT = 4 << 20
 class PictureMarking:
     """The mark of a request's files, the pictures that it began with, and the signer if any.
 
-    ``warnings`` are sentences about statements in those pictures that the results do not keep.
+    Without a mark there is no signature. ``warnings`` are sentences about statements in those
+    pictures that the results do not keep.
     """
 
-    mark: PictureMark
+    mark: PictureMark | None
     inputs: tuple[MarkedInput, ...] = ()
     signer: PictureSigner | None = None
     warnings: tuple[str, ...] = ()
@@ -42,18 +43,23 @@ class PictureMarking:
 
         ``facts`` are what the signature states about the generation, None for nothing.
         """
-        if self.signer is None:
+        if self.signer is None or self.mark is None:
             return data
         return self.signer.sign(data, kind, self.mark, self.inputs, facts)
 
 
 def plan_marking(
-    request: GenerateRequest, store: BlobFiles | None, signer: PictureSigner | None = None
+    request: GenerateRequest,
+    store: BlobFiles | None,
+    signer: PictureSigner | None = None,
+    *,
+    is_marked: bool = True,
 ) -> PictureMarking:
-    """Return the marking of a request whose pictures are in a store.
+    """Return the marking of a request whose pictures are in a store; without ``is_marked``, none.
 
     A result that shows a picture without the mark of a model is a composite.
     """
+    signer = signer if is_marked else None
     inputs, warnings = list[MarkedInput](), list[str]()
     for role, path in _iter_files(request, store):
         try:
@@ -65,7 +71,13 @@ def plan_marking(
         warnings += [warning] if warning else []
     shown = [entry.mark for entry in inputs if entry.is_part]
     is_generated = all(mark is not None and mark.is_generated for mark in shown)
-    mark = PictureMark(GENERATED if is_generated else COMPOSITE)
+    if not is_marked:
+        warnings += [
+            f"the {entry.role} has a mark of its origin, which the result does not keep"
+            for entry in inputs
+            if entry.is_part and entry.mark is not None
+        ]
+    mark = PictureMark(GENERATED if is_generated else COMPOSITE) if is_marked else None
     return PictureMarking(mark, tuple(inputs), signer, tuple(dict.fromkeys(warnings)))
 
 
