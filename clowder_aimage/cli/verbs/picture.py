@@ -18,12 +18,7 @@ from clowder_aimage.cli.console.option import (
     in_section,
 )
 from clowder_aimage.cli.console.output import format_table, print_result
-from clowder_aimage.cli.worker.picture_replay import (
-    Comparison,
-    ReplayOptions,
-    replay_options,
-    replay_picture,
-)
+from clowder_aimage.cli.verbs.replay import Comparison, replay_options, replay_picture
 from clowder_aimage.errors import UsageError, VerificationError, build_extra_error, needs
 
 if TYPE_CHECKING:
@@ -94,8 +89,7 @@ def verify(
     checks = [*_iter_checks(report)]
     comparison = None
     if is_replayed:
-        options = ReplayOptions(**values, may_pull=may_pull)
-        comparison = _replay(picture, data, report, options)
+        comparison = _replay(picture, data, report, {**values, "may_pull": may_pull})
         checks.append(("replay", comparison.is_equal, comparison.text))
     is_valid = all(passed for _, passed, _ in checks)
     value = {
@@ -161,7 +155,7 @@ def _iter_checks(report: PictureReport) -> Iterator[tuple[str, bool, str]]:
         yield "trust", manifest.is_trusted, f"{vouches} for {manifest.signer!r}"
 
 
-def _replay(path: Path, data: bytes, report: PictureReport, options: ReplayOptions) -> Comparison:
+def _replay(path: Path, data: bytes, report: PictureReport, options: dict[str, Any]) -> Comparison:
     """Generate the picture again by the signed settings, else by those in the file."""
     with needs("running a model", "mlx"):
         from clowder_aimage.model.picture import build_metadata_error, read_picture
@@ -172,7 +166,7 @@ def _replay(path: Path, data: bytes, report: PictureReport, options: ReplayOptio
     signed = restore_facts(manifest.generation) if manifest and manifest.is_valid else {}
     if not (signed or read.metadata):
         raise build_metadata_error(str(path))
-    return replay_picture(str(path), replace(read, metadata=signed or read.metadata), options)
+    return replay_picture(str(path), replace(read, metadata=signed or read.metadata), **options)
 
 
 def _encode_report(path: Path, report: PictureReport) -> dict[str, Any]:
