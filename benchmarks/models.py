@@ -11,10 +11,11 @@ import argparse
 import json
 import shutil
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -25,8 +26,9 @@ TINY = Path(__file__).parents[1] / "examples" / "tiny"
 HEAD = 128  # channels of an attention head
 _CHUNK = 1 << 24  # values written at a time
 
-Shape = Literal["tiny", "small", "medium", "large"]
+Shape = Literal["tiny", "small", "medium", "large", "full"]
 Tensor = tuple[str, tuple[int, ...]]  # name and shape
+Write = Callable[[Path, str, dict[str, Any], Iterator[Tensor]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,23 +52,29 @@ SHAPES: dict[Shape, Widths] = {
     "small": Widths(256, 4, 2, 256, 8, 4, 4096, (32, 64, 128, 128), 256),
     "medium": Widths(1024, 8, 2, 640, 15, 8, 16384, (64, 128, 256, 256), 256),
     "large": Widths(3840, 2, 1, 1280, 16, 16, 32768, (128, 256, 512, 512), 512),
+    # Z-Image itself: 41 GB in float32
+    "full": Widths(3840, 30, 2, 2560, 36, 32, 151936, (128, 256, 512, 512), 1024),
 }
 
 
-def build(directory: Path, shape: Shape, *, text_layers: int | None = None) -> Path:
+def build(
+    directory: Path, shape: Shape, *, text_layers: int | None = None, write: Write | None = None
+) -> Path:
     """Write a model as a diffusers directory, unless it is there already; return ``directory``.
 
-    ``text_layers`` replaces the number of layers of the text encoder.
+    ``text_layers`` replaces the number of layers of the text encoder, and ``write`` the function
+    that writes a component.
     """
+    write = write or _write
     if (directory / "model_index.json").exists():
         return directory
     widths = SHAPES[shape]
     for folder in ("tokenizer", "scheduler"):
         shutil.copytree(TINY / folder, directory / folder, dirs_exist_ok=True)
     layers = text_layers or widths.text_layers
-    _write(directory, "transformer", _transformer_config(widths), _transformer(widths))
-    _write(directory, "text_encoder", _text_config(widths, layers), _text_encoder(widths, layers))
-    _write(directory, "vae", _vae_config(widths), _vae(widths.vae))
+    write(directory, "transformer", _transformer_config(widths), _transformer(widths))
+    write(directory, "text_encoder", _text_config(widths, layers), _text_encoder(widths, layers))
+    write(directory, "vae", _vae_config(widths), _vae(widths.vae))
     shutil.copy(TINY / "model_index.json", directory)  # the last one: the directory is complete
     return directory
 
@@ -74,29 +82,41 @@ def build(directory: Path, shape: Shape, *, text_layers: int | None = None) -> P
 def _write(
     directory: Path, component: str, config: dict[str, Any], tensors: Iterator[Tensor]
 ) -> None:
-    folder = directory / component
-    folder.mkdir(parents=True, exist_ok=True)
-    known = json.loads((TINY / component / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(known | config, indent=2))
     named = list(tensors)
-    stem = "model" if component == "text_encoder" else "diffusion_pytorch_model"
-    with (folder / f"{stem}.safetensors").open("wb") as file:
-        file.write(encode_header([(name, "F32", shape) for name, shape in named]))
+    with open_component(directory, component, config, named, "F32") as file:
         for name, shape in named:
             for part in _values(name, shape):
                 file.write(part.data)
 
 
-def _values(name: str, shape: tuple[int, ...]) -> Iterator[npt.NDArray[np.float32]]:
-    """Yield the values of a tensor in parts; activations stay near 1."""
-    random = np.random.default_rng(zlib.crc32(name.encode()))
-    base, scale = 0.0, float(np.prod(shape[1:])) ** -0.5
+@contextmanager
+def open_component(
+    directory: Path, component: str, config: dict[str, Any], named: Sequence[Tensor], dtype: str
+) -> Iterator[BinaryIO]:
+    """Write the configuration of a component, and open the file for the values of its tensors."""
+    folder = directory / component
+    folder.mkdir(parents=True, exist_ok=True)
+    known = json.loads((TINY / component / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(known | config, indent=2))
+    stem = "model" if component == "text_encoder" else "diffusion_pytorch_model"
+    with (folder / f"{stem}.safetensors").open("wb") as file:
+        file.write(encode_header([(name, dtype, shape) for name, shape in named]))
+        yield file
+
+
+def find_spread(name: str, shape: tuple[int, ...]) -> tuple[float, float]:
+    """Return the mean and the deviation of the values of a tensor; activations stay near 1."""
     if name.endswith(".bias"):
-        scale = 0.02
-    elif len(shape) == 1:  # a norm
-        base, scale = 1.0, 0.1
-    elif name.endswith("_token"):
-        scale = 0.5
+        return 0.0, 0.02
+    if len(shape) == 1:  # a norm
+        return 1.0, 0.1
+    return 0.0, 0.5 if name.endswith("_token") else float(np.prod(shape[1:])) ** -0.5
+
+
+def _values(name: str, shape: tuple[int, ...]) -> Iterator[npt.NDArray[np.float32]]:
+    """Yield the values of a tensor in parts."""
+    random = np.random.default_rng(zlib.crc32(name.encode()))
+    base, scale = find_spread(name, shape)
     count = int(np.prod(shape))
     for start in range(0, count, _CHUNK):
         values = random.standard_normal(min(_CHUNK, count - start), np.float32)

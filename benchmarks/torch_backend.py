@@ -2,16 +2,13 @@
 
     python -m benchmarks.torch_backend --layers 34 --side 128 [--stored bfloat16] [--dtype bfloat16]
     python -m benchmarks.torch_backend --layers 34 --side 128 --root DIR --measure load
-    python -m benchmarks.torch_backend --full
 
 The model is a random Z-Image of 1024 channels and ``--layers`` layers. Both tools read the same
 tensors from the page cache: ``from_pretrained`` and ``to`` the device as a user calls them, with
 shards of 1 GB, and blobs of the store. Loads and peaks are of forks of two processes, in turns;
 what a load imports is imported before. Pictures are made in turns in one process. ``--measure``
-limits what is measured; the model in ``--root`` is made if it is not there, and stays.
-
-``--full`` is the program for a GPU: Z-Image in its size is made there, created, pushed, pulled, and
-run with both backends, 1024 pixels wide. Without a GPU it runs with a small model, and says so.
+limits what is measured; the model in ``--root`` is made if it is not there, and stays. The program
+for a GPU is ``benchmarks.gpu``.
 """
 
 from __future__ import annotations
@@ -28,8 +25,6 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -45,41 +40,24 @@ from clowder_aimage.oci import Reference
 from tests.parity.make_model import Dims, write
 
 warnings.simplefilter("ignore")
-OURS, MLX, THEIRS = "aimage torch", "aimage mlx", "diffusers"
+OURS, THEIRS = "aimage torch", "diffusers"
 PROMPT = "a red fox in the snow, at dawn, by a river"
 MEASURES = ("load", "peak", "picture")
-_SMALL: dict[str, Any] = {
-    "text_hidden": 64,
-    "text_inter": 128,
-    "heads": 2,
-    "axes": (16, 8, 8),
-    "refiners": 2,
-}
 
 
-def dims(options: argparse.Namespace, *, is_gpu: bool) -> Dims:
-    """Return the dimensions of the model: those of Z-Image with ``--full`` on a GPU."""
-    how: dict[str, Any] = {"dtype": getattr(torch, options.stored), "max_shard_size": "1GB"}
-    if options.full and not is_gpu:
-        return Dims(**_SMALL, **how)
-    large: dict[str, Any] = {
-        "text_hidden": 2560,
-        "text_inter": 9728,
-        "text_layers": 36,
-        "text_heads": 32,
-        "text_kv_heads": 8,
-        "text_head_dim": 128,
-        "heads": 30,
-        "layers": 30,
-    }
-    medium: dict[str, Any] = {"text_hidden": 512, "text_inter": 1536, "heads": 8}
+def dims(options: argparse.Namespace) -> Dims:
+    """Return the dimensions of the model."""
     return Dims(
-        **large if options.full else {**medium, "layers": options.layers},
+        text_hidden=512,
+        text_inter=1536,
+        heads=8,
+        layers=options.layers,
         axes=(32, 48, 48),
         refiners=2,
-        vae_channels=(128, 256, 512, 512) if options.full else (32, 64, 128, 128),
+        vae_channels=(32, 64, 128, 128),
         vae_groups=32,
-        **how,
+        dtype=getattr(torch, options.stored),
+        max_shard_size="1GB",
     )
 
 
@@ -166,7 +144,7 @@ class Tools:
         _, step = self.picture(tool, pipeline, 1)
         status = Path("/proc/self/status").read_text()  # ru_maxrss includes that of the parent
         peak = int(status.partition("VmHWM:")[2].split()[0]) / 1024
-        if self.device == "cuda" and tool != MLX:
+        if self.device == "cuda":
             peak = torch.cuda.max_memory_allocated() / (1 << 20)
         return {"load and first picture": loaded + first, "step": step, "peak MiB": peak}
 
@@ -234,7 +212,7 @@ def compare(options: argparse.Namespace, tools: list[str]) -> None:
     print(f"\n| | {' | '.join([*tools, *ratios])} |\n|---{'|---' * (2 * len(tools) - 1)}|")
     if {"load", "peak"} & {*options.measure}:
         compare_processes(options, tools)
-    if "picture" in options.measure and MLX not in tools:
+    if "picture" in options.measure:
         compare_pictures(options, tools)
 
 
@@ -266,59 +244,19 @@ def compare_pictures(options: argparse.Namespace, tools: list[str]) -> None:
     row("picture, warm", times)
 
 
-@contextlib.contextmanager
-def registry(root: Path) -> Iterator[str]:
-    """Serve an empty store as a registry; yield host:port."""
-    command = [sys.executable, "-m", "clowder_aimage", "registry", "serve"]
-    command += ["--store", str(root), "--addr", "127.0.0.1:0", "--log-level", "error"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            yield process.stdout.readline().strip().removeprefix("http://")
-        finally:
-            process.terminate()
-
-
-def travel(options: argparse.Namespace) -> None:
-    """Create the AImage, push it to a registry, and pull it into the store that is measured."""
-    root, aimage = options.root, [sys.executable, "-m", "clowder_aimage"]
-    with registry(root / "registry") as host:
-        options.name = f"{host}/team/full:v1"
-        for verb, *more in (("create", options.name, root / "files"), ("push", options.name)):
-            timed([*aimage, verb, "-q", *more, "--store", root / "made"], verb)
-        timed([*aimage, "pull", "-q", options.name, "--store", root / "store"], "pull")
-
-
-def timed(command: list[Any], what: str) -> None:
-    begun = time.perf_counter()
-    subprocess.run([str(one) for one in command], check=True, stdout=subprocess.DEVNULL)
-    print(f"{what}: {time.perf_counter() - begun:.1f} s", flush=True)
-
-
 def measure(options: argparse.Namespace) -> None:
-    """Make the model, and print what was measured and what was not."""
+    """Make the model, and print what was measured."""
     is_gpu = torch.cuda.is_available()
-    is_made = (options.root / "store").exists()
-    if not is_made:
+    if not (options.root / "store").exists():
         with torch.device("cuda" if is_gpu else "cpu"):
-            write(options.root / "files", 1, dims(options, is_gpu=is_gpu))
+            write(options.root / "files", 1, dims(options))
+        layout = ImageLayout(options.root / "store")
+        create(layout, Reference.parse(options.name), options.root / "files")
     files = (options.root / "files").rglob("*.safetensors")
     size = sum(path.stat().st_size for path in files)
     device = torch.cuda.get_device_name() if is_gpu else "cpu"
     print(f"{size >> 20} MiB in {options.stored}, {device}, {options.dtype}, side {options.side}")
-    tools = [OURS, THEIRS]
-    if options.full:
-        tools = [OURS, MLX, THEIRS] if find_spec("mlx") else tools
-        travel(options)
-    elif not is_made:
-        layout = ImageLayout(options.root / "store")
-        create(layout, Reference.parse(options.name), options.root / "files")
-    compare(options, tools)
-    if options.full and MLX not in tools:
-        print("\nnot run: the backend mlx, which is not installed")
-    if not is_gpu:
-        what = "the size of Z-Image at 1024x1024" if options.full else "the part for a GPU, --full"
-        print(f"\nnot run: {what}, as PyTorch sees no GPU")
+    compare(options, [OURS, THEIRS])
 
 
 def main() -> None:
@@ -326,18 +264,16 @@ def main() -> None:
     is_gpu = torch.cuda.is_available()
     usual = "bfloat16" if is_gpu else "float32"
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--side", type=int)
+    parser.add_argument("--side", type=int, default=128)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--stored", choices=["float32", "bfloat16"], default=usual)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default=usual)
-    parser.add_argument("--full", action="store_true")
     parser.add_argument("--measure", nargs="+", choices=MEASURES, default=MEASURES)
     parser.add_argument("--root", type=Path, help="the directory of the model")
     parser.add_argument("--name", default="m", help=argparse.SUPPRESS)
     parser.add_argument("--tool", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    options.side = options.side or (1024 if options.full and is_gpu else 128)
     torch.set_grad_enabled(False)
     if options.tool:
         serve(Tools(options), options.tool)

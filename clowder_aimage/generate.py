@@ -16,7 +16,7 @@ from clowder_aimage.model.adapter_source import (
     AdapterSource,
     ControlSource,
 )
-from clowder_aimage.model.flow.array_library import ArrayLibrary
+from clowder_aimage.model.flow.array_library import ArrayLibrary, DeviceMemory
 from clowder_aimage.model.library_choice import NO_TUNING, TorchTuning
 from clowder_aimage.model.loader import load_pipeline
 from clowder_aimage.model.pipeline import Image, Pipeline, PipelineEvent, Step
@@ -65,9 +65,19 @@ class RunnableModel:
         return self._library.dtype_name
 
     @property
+    def forward(self) -> str:
+        """Return the form in which layers are computed, one of ``rounding``."""
+        return self._library.forward
+
+    @property
     def device_memory(self) -> int | None:
         """Return the usable memory of the GPU in bytes, or None."""
         return self._library.memory.total
+
+    @property
+    def memory(self) -> DeviceMemory:
+        """Return the memory of the device."""
+        return self._library.memory
 
     @property
     def warning(self) -> str | None:
@@ -275,6 +285,7 @@ def describe_picture(
         **_collect_stated_values(request),
         "dtype": model.dtype,
         "backend": model.backend,
+        "forward": model.forward,
         **({"warnings": warnings} if warnings else {}),
         **({} if marking.mark else {"mark": False}),
     }

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from clowder_aimage.errors import AImageError, ModelError
+from clowder_aimage.model.library_choice import list_places
 from clowder_aimage.pictures.provenance.signing_settings import SigningSettings
 
 FOR_EVER = math.inf
@@ -21,7 +22,7 @@ _LOAD_OPTIONS = (
     *("dtype", "text_encoder"),
     *("memory", "lora_dir", "context", "parallel", "mark"),
 )
-_TUNING = ("compile", "attention", "device")
+_TUNING = ("compile", "attention", "device", "reproducible")
 # Requests that wait at most, however short the wait is estimated
 MAX_WAITING = 256
 # The caller of a request, if its server tells callers apart: a name of its token
@@ -41,9 +42,9 @@ class EngineLimits:
     request's arrival to its last picture. text_deadline: seconds that a text may compute.
     picture_deadline: the same of pictures, as a multiple of the estimated time; 0 for no limit.
     backend: the library of image models, "auto", "mlx" or "torch"; backends: those of models by
-    their names. compile, attention, device: as in ``TorchTuning``. text_encoder: after a
-    request, "keep" it in memory, "release" it and load it again for new prompts, or "auto" to
-    keep it if it fits. memory: bytes for all models; None for the machine's memory. first: the
+    their names. compile, attention, device, reproducible: as in ``TorchTuning``. text_encoder:
+    after a request, "keep" it in memory, "release" it and load it again for new prompts, or "auto"
+    to keep it if it fits. memory: bytes for all models; None for the machine's memory. first: the
     precision of variants that are used while the AImage is fetched, or None. load_timeout:
     seconds that a load may make no progress. cancel_timeout: seconds for a process to end a
     cancelled request before it is killed. lora_dir: a directory of adapters, or None. parallel:
@@ -65,6 +66,7 @@ class EngineLimits:
     compile: bool = False
     attention: str | None = None
     device: str | None = None
+    reproducible: bool = False
     dtype: str | None = None
     text_encoder: str = "auto"
     memory: int | None = None
@@ -77,6 +79,11 @@ class EngineLimits:
     enhancer: str | None = None
     mark: bool = True
     signing: SigningSettings | None = None
+
+    @property
+    def places(self) -> tuple[str | None, ...]:
+        """The devices of image models: the named one, or the default and all other GPUs."""
+        return (self.device,) if self.device is not None else list_places(self.backend)
 
     def get_backend(self, reference: str) -> str:
         """Return the library of an image model. Backends are configured by name, without digest."""

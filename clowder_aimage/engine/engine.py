@@ -35,6 +35,7 @@ from clowder_aimage.engine.compute_deadline import (
     compute_picture_limit,
 )
 from clowder_aimage.engine.event import (
+    ComputedEvent,
     Event,
     EventLog,
     ImageEvent,
@@ -463,7 +464,8 @@ class Engine:
             with start_span("load", model=str(model.reference)):
                 await request.turn.wait()
         self.metrics.queue.set(self.waiting)
-        return model
+        # It may have moved to another GPU
+        return request.model or model
 
     async def _prepare(self, request: QueuedRequest, stored: StoredAImage) -> None:
         """Load a model while its blobs arrive. Raises the errors of ``make``."""
@@ -534,7 +536,9 @@ class Engine:
                 )
             outcome = "done"
             if isinstance(parameters, GenerateRequest):
-                self._times.observe(model.key, parameters, self._clock() - started)
+                self._times.observe(
+                    replace(model.key, place=0), parameters, self._clock() - started
+                )
         except AImageError as error:
             outcome = "refused" if isinstance(error, UsageError) else "failed"
             if isinstance(error, NoMemoryError) and isinstance(parameters, GenerateRequest):
@@ -564,7 +568,9 @@ class Engine:
     ) -> Emit:
         """Return a function that counts the events of pictures and passes them on."""
         started = previous = self._clock()
-        measured = self._times.estimate(model.key, parameters)
+        # When the last step of a picture ended
+        finished: dict[int, float] = {}
+        measured = self._times.estimate(replace(model.key, place=0), parameters)
         digest = str(request.stored.descriptor.digest) if request.stored is not None else ""
 
         def limit(estimate: float) -> None:
@@ -578,12 +584,16 @@ class Engine:
             timestamp = self._clock()
             if isinstance(event, StartedEvent):
                 model.loras = parameters.adapters.loras
+            elif isinstance(event, ComputedEvent):
+                self._scheduler.free(request)
+                return
             elif isinstance(event, Step):
+                finished[event.picture] = timestamp
                 self.metrics.steps.observe(timestamp - previous)
                 request.count_step(event, timestamp - started, parameters.output.n)
                 limit(max(measured, request.seconds))
             elif isinstance(event, ImageEvent):
-                record("decode", timestamp - previous)
+                record("decode", timestamp - finished.pop(event.picture, previous))
                 request.has_output = True
                 event = replace(event, digest=digest)
             previous = timestamp

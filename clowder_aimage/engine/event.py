@@ -57,6 +57,11 @@ class StartedEvent:
     warnings: Sequence[str] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class ComputedEvent:
+    """The model is free for the next request, while pictures of this one are encoded."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class PreviewEvent:
     """A preview of picture ``picture``, encoded in the format of the picture.
@@ -85,7 +90,14 @@ class ImageEvent:
 ModelRequest = GenerateRequest | TextRequest | EmbeddingRequest
 PictureEvent = Step | PreviewEvent | ImageEvent
 Event = (
-    QueuedEvent | PullingEvent | LoadingEvent | StartedEvent | PictureEvent | TextEvent | Embeddings
+    QueuedEvent
+    | PullingEvent
+    | LoadingEvent
+    | StartedEvent
+    | ComputedEvent
+    | PictureEvent
+    | TextEvent
+    | Embeddings
 )
 
 

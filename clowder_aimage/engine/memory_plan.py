@@ -39,7 +39,10 @@ def estimate_need_of_bytes(size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A loaded model: its need of memory, and if it is idle; ``counts`` for the largest number."""
+    """A loaded model: its need of memory, and if it is idle; ``counts`` for the largest number.
+
+    A model that takes other memory, that of the machine instead of a GPU's, has a need of 0.
+    """
 
     key: Hashable
     need: int
@@ -84,6 +87,9 @@ def plan_load(
                 break
             if not candidate.counts:
                 continue
+        elif not candidate.need:
+            # It takes other memory
+            continue
         if candidate.is_idle:
             remaining.remove(candidate)
             evicted.append(candidate)

@@ -2,7 +2,8 @@
 
 Commands are read from standard input and replies are written to standard output as frames. The
 main thread owns MLX and does the work; a second thread reads commands, so that a cancellation is
-noticed between two steps. When the worker ends, standard input is closed and this process exits.
+noticed between two steps, and a third one encodes and sends pictures while the next request is
+computed. When the worker ends, standard input is closed and this process exits.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from typing import Any, BinaryIO
 
 from clowder_aimage.engine import frame, local_fetch, machine
 from clowder_aimage.engine.frame_writer import FrameWriter
+from clowder_aimage.engine.picture_sender import PictureSender
 from clowder_aimage.errors import AImageError, ModelError, StuckError, UsageError, needs
+from clowder_aimage.layout.compiled import open_compiled
 from clowder_aimage.layout.layered_store import LayeredStore
 from clowder_aimage.layout.stored_aimage import StoredAImage
 from clowder_aimage.model.library_choice import parse_library_options
@@ -82,6 +85,8 @@ class ModelProcess:
         self._is_marked = True
         self._signer: Any = None
         self._model: Any = None
+        # Of a pipeline: the request that its memory is planned for
+        self._defaults: Any = None
         # Of a pipeline: other AImages of its base by digest, with their leases
         self._variants: dict[str, tuple[Any, contextlib.ExitStack]] = {}
         self._roots: list[Path] = []
@@ -90,6 +95,7 @@ class ModelProcess:
         # Served in turns, an event each
         self._texts: dict[int, Generator[_Text, None, None]] = {}
         self._leases = contextlib.ExitStack()
+        self._sender = PictureSender(self._reporting_errors)
 
     def run(self) -> None:
         """Serve until standard input is closed."""
@@ -159,12 +165,14 @@ class ModelProcess:
         work = {
             "load": self._load,
             "reserve": self._reserve,
+            "sleep": self._sleep,
+            "wake": self._wake_up,
             "embed": self._write,
             "write": self._write,
         }
         with self._reporting_errors(request_id):
             work.get(command["do"], self._generate)(command)
-        if request_id not in self._texts:
+        if command["do"] != "generate" and request_id not in self._texts:
             self._cancelled.discard(request_id or 0)
 
     @contextlib.contextmanager
@@ -230,7 +238,12 @@ class ModelProcess:
         from clowder_aimage.generation.request import GenerateRequest
 
         content, finder = (fetched.files, fetched.stored), self._make_finder(command)
-        self._model = _load_model(command.get("library", {}), *content, finder=finder)
+        library = command.get("library", {})
+        is_compiled = library.get("tuning", {}).get("compile")
+        options = parse_library_options(
+            library, open_compiled(self._roots[0]) if is_compiled else None
+        )
+        self._model = _load_model(options, *content, finder=finder)
         if self._model.warning:
             _log.warning("%s", self._model.warning)
         # Not with a GPU: its driver maps more than the machine's memory
@@ -241,10 +254,30 @@ class ModelProcess:
         # The texts of a waiting request are encoded while other blobs arrive
         if command.get("request"):
             self._model.prepare(GenerateRequest.of(**command["request"]))
-        defaults = GenerateRequest.draft().apply_defaults(fetched.stored.aimage)
-        memory = self._model.preload(defaults)
-        total = self._model.device_memory or 0
-        self._report_loaded(self._model.backend, self._model.dtype, memory, total=total)
+        self._defaults = GenerateRequest.draft().apply_defaults(fetched.stored.aimage)
+        self._preload()
+
+    def _preload(self) -> None:
+        """Load the networks of a pipeline, and report them."""
+        model = self._model
+        plan, total = model.preload(self._defaults), model.device_memory or 0
+        facts = {"total": total, "discrete": model.memory.is_discrete}
+        self._report_loaded(model.backend, model.dtype, plan, **facts)
+
+    def _sleep(self, command: frame.Message) -> None:
+        """Leave the device to other models; then copy weights to the machine's memory."""
+        pipeline = self._model.pipeline
+        pipeline.sleep()
+        self._send("asleep", bytes=self._measure_memory())
+        # Without the copies, the model is loaded from its blobs
+        with contextlib.suppress(AImageError):
+            pipeline.copy_to_host(command["room"], lambda: not self._commands.empty())
+
+    def _wake_up(self, command: frame.Message) -> None:
+        """Load the networks again."""
+        self._reserve(command)
+        with self._reporting():
+            self._preload()
 
     def _set_marking(self, command: frame.Message) -> None:
         from clowder_aimage.pictures.provenance.signer import PictureSigner
@@ -274,8 +307,16 @@ class ModelProcess:
         return None if self._memory is None else max(1, self._memory - command["reserved"])
 
     def _report_loaded(self, device: str, dtype: str, memory: str, **fields: int) -> None:
-        size = read_resident_memory()
+        size = self._measure_memory()
         self._send("loaded", device=device, dtype=dtype, memory=memory, bytes=size, **fields)
+
+    def _measure_memory(self) -> int:
+        """Return the bytes that admission counts: of a discrete GPU if one computes."""
+        # A language model takes that of the machine
+        if self._memory is not None and self._model.memory.is_discrete:
+            size: int = self._model.memory.occupied
+            return size
+        return read_resident_memory()
 
     def _make_finder(self, command: frame.Message) -> Any:
         """Return a finder of adapters in the stores and the directory of a command."""
@@ -291,13 +332,14 @@ class ModelProcess:
 
     @contextlib.contextmanager
     def _reporting(self) -> Iterator[None]:
-        """Report this process's memory periodically: it grows while a load makes progress."""
+        """Report memory periodically: it grows while a load makes progress."""
         is_over = threading.Event()
 
         def report() -> None:
             with contextlib.suppress(OSError):
                 while not is_over.wait(_INTERVAL):
-                    self._send("loading", bytes=read_resident_memory())
+                    progress = read_resident_memory() + self._measure_memory()
+                    self._send("loading", bytes=progress)
 
         thread = threading.Thread(target=report, daemon=True)
         thread.start()
@@ -308,12 +350,23 @@ class ModelProcess:
             thread.join()
 
     def _generate(self, command: frame.Message) -> None:
+        """Make the pictures of a request; its end is sent after the last one is encoded."""
+        request_id: int = command["id"]
+        try:
+            self._make_pictures(command)
+        except BaseException:
+            # Pictures that are finished come before the error
+            self._sender.wait(request_id)
+            raise
+        # The worker sends the next request
+        self._send("computed", request_id)
+        self._sender.put(request_id, partial(self._end, request_id), is_last=True)
+
+    def _make_pictures(self, command: frame.Message) -> None:
         from clowder_aimage.generate import describe_picture
         from clowder_aimage.generation.encoding import PictureEncoding
         from clowder_aimage.generation.request import GenerateRequest
-        from clowder_aimage.model.picture import encode_picture
-        from clowder_aimage.model.pipeline import Image, Preview
-        from clowder_aimage.pictures.generated_picture import encode_image
+        from clowder_aimage.model.pipeline import Step
 
         # The worker sends requests only once the AImage is complete in the store
         self._is_complete = True
@@ -330,21 +383,38 @@ class ModelProcess:
         self._send("started", request_id, warnings=metadata.get("warnings", []))
         with contextlib.closing(events):
             for event in self._iter_until_cancelled(request_id, events):
-                if isinstance(event, Image):
-                    encoded = encode_image(event, metadata, encoding, marking)
-                    names = ("seed", "picture", "width", "height")
-                    size = {name: getattr(event, name) for name in names}
-                    self._send("image", request_id, encoded.data, **size, facts=encoded.facts)
-                elif isinstance(event, Preview):
-                    data = encode_picture(
-                        event.pixels, None, encoding.kind, encoding.quality, marking.mark
-                    )
-                    self._send(
-                        "preview", request_id, data, number=event.number, picture=event.picture
-                    )
-                else:
+                if isinstance(event, Step):
                     self._send("step", request_id, **asdict(event))
-        self._end(request_id)
+                else:
+                    send = partial(
+                        self._send_picture, request_id, event, metadata, encoding, marking
+                    )
+                    self._sender.put(request_id, send)
+
+    def _send_picture(
+        self,
+        request_id: int,
+        event: Any,
+        metadata: dict[str, Any],
+        encoding: Any,
+        marking: Any,
+    ) -> None:
+        """Encode, sign and send a picture, or a preview, unless its request was cancelled."""
+        from clowder_aimage.model.picture import encode_picture
+        from clowder_aimage.model.pipeline import Image
+        from clowder_aimage.pictures.generated_picture import encode_image
+
+        if self._is_cancelled(request_id):
+            return
+        if isinstance(event, Image):
+            encoded = encode_image(event, metadata, encoding, marking)
+            names = ("seed", "picture", "width", "height")
+            size = {name: getattr(event, name) for name in names}
+            self._send("image", request_id, encoded.data, **size, facts=encoded.facts)
+        else:
+            kind, quality = encoding.kind, encoding.quality
+            data = encode_picture(event.pixels, None, kind, quality, marking.mark)
+            self._send("preview", request_id, data, number=event.number, picture=event.picture)
 
     def _open_variant(self, command: frame.Message) -> Any:
         """Return the model of a request's AImage: the loaded networks with its own adapters."""
@@ -426,14 +496,14 @@ class ModelProcess:
         """Report the end of a request."""
         is_cancelled = self._is_cancelled(request_id)
         self._cancelled.discard(request_id)
-        self._send("done", request_id, cancelled=is_cancelled, bytes=read_resident_memory())
+        self._send("done", request_id, cancelled=is_cancelled, bytes=self._measure_memory())
 
     def _iter_until_cancelled(self, request_id: int, events: Iterator[Any]) -> Iterator[Any]:
         if request_id in self._cancelled:
             return
         for event in events:
             yield event
-            if self._is_cancelled(request_id):
+            if self._is_cancelled(request_id) or self._sender.has_failed(request_id):
                 return
 
     def _send(
@@ -442,8 +512,8 @@ class ModelProcess:
         self._frames.write({"is": kind, "id": request, **fields}, data)
 
 
-def _load_model(library: dict[str, Any], *content: Any, finder: Any) -> Any:
-    """Load a model with the options ``library`` of the worker's settings.
+def _load_model(options: dict[str, Any], *content: Any, finder: Any) -> Any:
+    """Load a model with the options of the worker's settings.
 
     Raises ModelError: the library is not installed, or does not support the options.
     """
@@ -452,7 +522,7 @@ def _load_model(library: dict[str, Any], *content: Any, finder: Any) -> Any:
             from clowder_aimage import generate
 
             with refuse_unrunnable():
-                return generate.load(*content, **parse_library_options(library), finder=finder)
+                return generate.load(*content, **options, finder=finder)
     except UsageError as error:
         # Clients see messages only
         advice = f" ({error.hint})" if error.hint else ""

@@ -38,10 +38,14 @@ _HINTS = {
 
 @dataclass(frozen=True, slots=True)
 class ModelKey:
-    """The key of a loaded model: a manifest, or the base that AImages share, with its backend."""
+    """The key of a loaded model: a manifest, or the base that AImages share, with its backend.
+
+    place: the number of the device, of those that the worker uses.
+    """
 
     digest: Digest
     backend: str = ""
+    place: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +64,8 @@ class ModelSlot:
     ``variants`` of one model, by the digests of their manifests.
     ``served`` are the requests being served, ``users`` the number of requests that wait or are
     being served. ``arrival`` has the fields of the load command for a model with blobs that are
-    still arriving. ``loras`` are the adapters of the last request.
+    still arriving. ``loras`` are the adapters of the last request. ``sleeper`` is the process of a
+    model that has left its device, and is loaded there again sooner than by a new process.
     """
 
     reference: Reference
@@ -70,6 +75,7 @@ class ModelSlot:
     arrival: Message = field(default_factory=dict)
     clock: Callable[[], float] = time.monotonic
     runner: Runner | None = None
+    sleeper: Runner | None = None
     load: asyncio.Task[Runner] | None = None
     # Set if the model was stopped during the load
     unloading: asyncio.Task[None] | None = None
@@ -129,6 +135,11 @@ class ModelSlot:
         """Return True if the model is in memory and can serve a request at once."""
         runner = self.runner
         return runner is not None and len(self.served) < runner.parallel and runner.is_free
+
+    @property
+    def is_idle(self) -> bool:
+        """Return True if no request is served, nor are pictures of one encoded."""
+        return not self.served and not (self.runner is not None and self.runner.is_encoding)
 
     @property
     def remaining(self) -> float:

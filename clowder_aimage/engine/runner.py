@@ -23,7 +23,14 @@ from clowder_aimage.engine.admission import (
     DiedError,
     EngineLimits,
 )
-from clowder_aimage.engine.event import Event, ImageEvent, ModelRequest, PreviewEvent, StartedEvent
+from clowder_aimage.engine.event import (
+    ComputedEvent,
+    Event,
+    ImageEvent,
+    ModelRequest,
+    PreviewEvent,
+    StartedEvent,
+)
 from clowder_aimage.engine.request_text import RequestTexts
 from clowder_aimage.errors import AImageError, ModelError, NoMemoryError, StuckError
 from clowder_aimage.generation.encoding import PictureEncoding
@@ -47,6 +54,7 @@ from clowder_aimage.oci import Descriptor
 GRACE = 2.0
 _COMMAND = (sys.executable, "-m", "clowder_aimage.engine.process")
 _EVENTS: dict[str, type[Event]] = {"started": StartedEvent, "step": Step}
+_EVENTS |= {"computed": ComputedEvent}
 _EVENTS |= {"preview": PreviewEvent, "image": ImageEvent}
 _EVENTS |= {"piece": TextDelta, "call": ToolCall, "end": TextEnd, "notice": TextNotice}
 _log = logging.getLogger("aimage.worker")
@@ -66,6 +74,8 @@ class Runner:
         self._process, self._cancel_timeout = process, cancel_timeout
         # Requests that only try a schema
         self._trials: set[int] = set()
+        # Requests of which only pictures are still encoded
+        self._computed: set[int] = set()
         # By the number of the request; None: of the load. After the process has ended, None
         self._replies: dict[int | None, asyncio.Queue[_Reply | None]] = {None: asyncio.Queue()}
         # The reason, after an invalid frame
@@ -88,6 +98,8 @@ class Runner:
         self.size = self.context = 0
         # Bytes of the memory of a GPU; 0 if unknown
         self.total = 0
+        # The GPU has memory of its own, and ``size`` is that of it
+        self.is_discrete = False
         self.parallel = 1
 
     @classmethod
@@ -126,11 +138,41 @@ class Runner:
         except BaseException:
             await runner.end(0.0)
             raise
-        runner.device, runner.dtype = message["device"], message["dtype"]
-        runner.size, runner.context = message["bytes"], message.get("context", 0)
-        runner.parallel, runner.total = message.get("parallel", 1), message.get("total", 0)
-        _log.debug("memory", extra={"model": reference, "plan": message["memory"]})
+        runner._set_loaded(message, reference)
         return runner
+
+    def _set_loaded(self, message: frame.Message, reference: str) -> None:
+        self.device, self.dtype = message["device"], message["dtype"]
+        self.size, self.context = message["bytes"], message.get("context", 0)
+        self.parallel, self.total = message.get("parallel", 1), message.get("total", 0)
+        self.is_discrete = message.get("discrete", False)
+        _log.debug("memory", extra={"model": reference, "plan": message["memory"]})
+
+    async def sleep(self, room: int) -> bool:
+        """Let the model leave its device; ``room`` bytes of the machine may have copies.
+
+        The process keeps what takes longest to load, but for the weights: its libraries. Returns
+        False if it did not answer in time, or failed.
+        """
+        self.send({"do": "sleep", "room": room})
+        with contextlib.suppress(TimeoutError, ModelError):
+            async with asyncio.timeout(self._cancel_timeout):
+                message, _ = await self.receive()
+                self.size = message.get("bytes", self.size)
+                return bool(message["is"] == "asleep")
+        return False
+
+    async def wake_up(self, reference: str, limits: EngineLimits, reserved: int) -> None:
+        """Load the model again, after ``sleep``. Raises as ``start``: the process has ended."""
+        try:
+            self.send({"do": "wake", "reserved": reserved})
+            message = await self._await_loaded(limits.load_timeout)
+            if message["is"] == "error":
+                raise parse_error(message)
+        except BaseException:
+            await self.end(0.0)
+            raise
+        self._set_loaded(message, reference)
 
     @property
     def is_alive(self) -> bool:
@@ -142,7 +184,18 @@ class Runner:
         return self.is_alive and self._count_served() < self.parallel
 
     def _count_served(self) -> int:
-        return len(self._replies) - 1 - len(self._trials)
+        return len(self._replies) - 1 - len(self._trials) - len(self._computed)
+
+    @property
+    def is_on_gpu(self) -> bool:
+        """Return True if the model computes on a GPU."""
+        device = self.device.lower()
+        return bool(self.total) or any(word in device for word in ("gpu", "metal"))
+
+    @property
+    def is_encoding(self) -> bool:
+        """Return True while pictures of requests that were computed are encoded."""
+        return bool(self._computed)
 
     @property
     def pid(self) -> int:
@@ -257,7 +310,12 @@ class Runner:
             replies.put_nowait(None)
 
     def _track(self, message: frame.Message) -> bool:
-        """Note which text the process prepares; return True if the frame says that only."""
+        """Note which text the process prepares; return True if the frame says that only.
+
+        Also note that a request was computed.
+        """
+        if message["is"] == "computed" and message["id"] in self._replies:
+            self._computed.add(message["id"])
         is_opening = bool(message["is"] == "opening")
         if is_opening:
             self._opening = message["id"]
@@ -327,6 +385,7 @@ class Runner:
     def _forget(self, number: int) -> None:
         del self._replies[number]
         self._trials.discard(number)
+        self._computed.discard(number)
         self._opened.discard(number)
 
     def _make_error(self, number: int | None) -> ModelError:

@@ -8,9 +8,10 @@ to be unloaded. Everything runs on one event loop; ``arrange`` is called after e
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,11 @@ from clowder_aimage.model.library_choice import choose_dtype_name, may_have_gpu
 from clowder_aimage.model.text.runtime import find_runtime
 from clowder_aimage.oci import Digest, Reference
 
+# A memory of models: that of the machine, or the place of a GPU with its own
+Memory = int | None
 _log = logging.getLogger("aimage.worker")
+# Models that sleep; each has a context on the GPU, and copies in the machine's memory
+_MAX_ASLEEP = 2
 # Models whose refusal is remembered
 _MAX_REFUSED = 1000
 
@@ -43,6 +48,8 @@ _MAX_REFUSED = 1000
 @dataclass(slots=True, eq=False)
 class ModelScheduler:
     """The models of a worker, each in its own process. AImages of one base are one model.
+
+    On several GPUs a model may be loaded on each, while requests for it wait.
 
     ``_free`` returns the bytes of memory for another model; None if there is enough. The model of
     the least ``eviction_cost`` is unloaded first. ``enhancer`` is the AImage of the enhancer, for
@@ -65,8 +72,12 @@ class ModelScheduler:
     _loads: set[asyncio.Task[Runner]] = field(default_factory=set)
     _unloads: set[asyncio.Task[None]] = field(default_factory=set)
     _refused: dict[Digest, UnrunnableError] = field(default_factory=dict)
-    # Of the device; 0 if it is not a GPU
-    _device_memory: int = 0
+    # Bytes of GPUs, by place
+    _device_memory: dict[int, int] = field(default_factory=dict)
+    # GPUs that are not used, by place
+    _broken: set[int] = field(default_factory=set)
+    # Models of pictures take memory that this machine's models do not share: that of a GPU
+    _is_discrete: bool = False
     # The compute type of image models, once one was loaded
     _dtype: str | None = None
     # The seconds of loads
@@ -133,8 +144,9 @@ class ModelScheduler:
 
         Other models have priority: their loads end this one, and their requests come first.
         """
-        existing = self._models.get(self.build_key(request.reference, stored))
-        is_loading = existing is not None and (existing.load or existing.runner) is not None
+        key = self.build_key(request.reference, stored)
+        existing = [each for each in self.models if replace(each.key, place=0) == key]
+        is_loading = any(each.load or each.runner for each in existing)
         if not is_loading and not self._has_room(request.reference, stored):
             return
         model = self._get_slot(request, stored)
@@ -168,29 +180,102 @@ class ModelScheduler:
     @property
     def room(self) -> int | None:
         """The bytes for a further model beside the loaded ones; None if they are unknown."""
-        models, budget = [*map(self._describe, self.list_loaded())], self.budget
         most = self._limits.models
-        if most is not None and sum(model.counts for model in models) >= most:
+        if most is not None and sum(map(self._counts, self.list_loaded())) >= most:
             return 0
+        rooms = [self._find_room(memory) for memory in self._list_memories()]
+        return None if None in rooms else max(room or 0 for room in rooms)
+
+    def _find_room(self, memory: Memory) -> int | None:
+        budget = self._find_budget(memory)
         if budget is None:
             return None
-        reserve = self._compute_reserve(*self.list_loaded())
+        models = [self._describe_beside(each, memory) for each in self.list_loaded()]
+        reserve = self._compute_reserve(*self.list_loaded()) if memory is None else 0
         return max(0, budget - reserve - sum(model.need for model in models))
 
     @property
     def budget(self) -> int | None:
-        """The bytes of memory for all models; None if unknown."""
+        """The bytes of memory for all models of pictures, on all GPUs; None if unknown."""
+        budgets = [self._find_budget(memory) for memory in self._list_memories()]
+        return None if None in budgets else sum(budget or 0 for budget in budgets)
+
+    def _list_memories(self) -> list[Memory]:
+        """Return the memories that models of pictures take."""
+        return [*range(len(self._limits.places))] if self._is_discrete else [None]
+
+    def _find_budget(self, memory: Memory) -> int | None:
+        """Return the bytes for models in a memory."""
         if self._limits.memory is not None:
             return self._limits.memory
-        return self._device_memory or machine.read_memory_limit()
+        known = self._device_memory
+        if self._is_discrete and memory is None:
+            return machine.read_memory_limit()
+        # The GPUs of a machine are most often alike
+        size = known.get(memory or 0) or max(known.values(), default=0)
+        return size or machine.read_memory_limit()
+
+    def _find_memory(self, model: ModelSlot) -> Memory:
+        """Return the memory that a model takes."""
+        if model.runner is not None:
+            return model.key.place if model.runner.is_discrete else None
+        return model.key.place if self._is_discrete and not model.is_text else None
+
+    def _list_beside(self, model: ModelSlot) -> list[ModelSlot]:
+        """Return the loaded models that take the same memory."""
+        memory = self._find_memory(model)
+        return [each for each in self.list_loaded() if self._find_memory(each) == memory]
+
+    def _describe_beside(self, model: ModelSlot, memory: Memory) -> LoadedModel:
+        """Describe a model; its need is 0 if it takes other memory."""
+        description = self._describe(model)
+        is_same = self._find_memory(model) == memory
+        return description if is_same else replace(description, need=0)
+
+    def _counts(self, model: ModelSlot) -> bool:
+        """Return True if a model counts for the largest number."""
+        return not self._is_enhancer(model)
 
     def _get_slot(self, request: QueuedRequest, stored: StoredAImage) -> ModelSlot:
+        """Return the model for a request: on several GPUs, the one that is free soonest."""
         reference, keep_alive = request.reference, self._limits.keep_alive
         key = self.build_key(reference, stored)
+        if self._is_discrete and find_runtime(stored.aimage) is None:
+            keys = (replace(key, place=place) for place in range(len(self._limits.places)))
+            key = min(
+                (each for each in keys if each.place not in self._broken), key=self._rate_place
+            )
         if (model := self._models.get(key)) is None:
             model = ModelSlot(reference, stored, key, keep_alive, clock=self._clock)
             self._models[key] = model
         return model
+
+    def _rate_place(self, key: ModelKey) -> tuple[int, bool, int]:
+        """Rate the place of a model: the requests there, if it must be loaded, and its number."""
+        model = self._models.get(key)
+        there = (each for each in self.models if each.key.place == key.place and not each.is_text)
+        users, is_loaded = sum(each.users for each in there), model is not None and model.is_ready
+        return users, not is_loaded, key.place
+
+    def _list_copies(self, model: ModelSlot) -> list[ModelSlot]:
+        """Return the models of the same AImages on other GPUs."""
+        keys = (replace(model.key, place=place) for place in range(len(self._limits.places)))
+        copies = (self._models.get(key) for key in keys)
+        return [copy for copy in copies if copy is not None and copy is not model]
+
+    def _move(self, request: QueuedRequest, model: ModelSlot) -> ModelSlot:
+        """Move a request that waits to a model on another GPU that is free; return its model."""
+        if request.is_trial or request.make is None or model.is_free or model.arrival:
+            return model
+        free = [copy for copy in self._list_copies(model) if copy.is_free]
+        if not free or request.stored is None:
+            return model
+        copy = free[0]
+        copy.add(request.reference, request.stored)
+        # Its load goes on: there may be more requests
+        model.users, copy.users, request.model = model.users - 1, copy.users + 1, copy
+        self._drop(model)
+        return copy
 
     def _forget(self, model: ModelSlot) -> None:
         """Remove a user of a model, and the model if it was loaded for this user's pull only."""
@@ -212,6 +297,12 @@ class ModelScheduler:
         """Return the number of requests ahead of this one."""
         return sum(queued.number < request.number for queued in self._queue)
 
+    def free(self, request: QueuedRequest) -> None:
+        """Serve the next request: of this one, only pictures are still encoded."""
+        if request.model is not None:
+            request.model.served.discard(request)
+            self.arrange()
+
     def leave(self, request: QueuedRequest) -> None:
         """Remove a request that has ended."""
         model, request.model = request.model, None
@@ -231,20 +322,22 @@ class ModelScheduler:
 
     def arrange(self) -> None:
         """Serve the next requests and begin the next load."""
-        # A request waits for memory
-        is_full = False
+        # Memories for which a request waits
+        full: set[Memory] = set()
         for request in list(self._queue):
             model = request.model
             if model is None or request.error is not None:
                 continue
+            model = self._move(request, model)
+            memory = self._find_memory(model)
             if model.is_ready and (request.make is None or request.is_trial):
                 self._start(request, model)
             elif model.is_ready:
-                if model.is_free and not is_full and self._may_start(request, model):
+                if model.is_free and memory not in full and self._may_start(request, model):
                     model.served.add(request)
                     self._start(request, model)
-            elif model.load is None and not is_full:
-                is_full = not self._begin(model)
+            elif model.load is None and memory not in full and not self._begin(model):
+                full.add(memory)
         self._metrics.show_models(model.reference.repository for model in self.list_loaded())
 
     def _may_start(self, request: QueuedRequest, model: ModelSlot) -> bool:
@@ -304,9 +397,12 @@ class ModelScheduler:
 
     def _plan(self, model: ModelSlot) -> LoadPlan | None:
         """Plan the load of a model beside those that are loaded."""
-        loaded = [self._describe(each) for each in self._list_in_order()]
-        reserve = self._compute_reserve(model, *self.list_loaded())
-        room = MemoryRoom(self.budget, self._free(), self._limits.models)
+        memory = self._find_memory(model)
+        loaded = [self._describe_beside(each, memory) for each in self._list_in_order()]
+        # What other programs take of a GPU is not known: a load that fails unloads others
+        free = self._free() if memory is None else None
+        reserve = self._compute_reserve(model, *self.list_loaded()) if memory is None else 0
+        room = MemoryRoom(self._find_budget(memory), free, self._limits.models)
         return plan_load(self._describe(model), loaded, room, reserve)
 
     def _compute_reserve(self, *models: ModelSlot) -> int:
@@ -327,7 +423,7 @@ class ModelScheduler:
         measured = self.get_measured(model.digest, model.reference)
         dtype = self._dtype if model.is_text else self._predict_dtype()
         need = max(size, measured, estimate_need(model.stored, dtype))
-        return LoadedModel(model.key, need, not model.served, not self._is_enhancer(model))
+        return LoadedModel(model.key, need, model.is_idle, self._counts(model))
 
     def _list_in_order(self) -> list[ModelSlot]:
         """Return the loaded models in the order of eviction; the enhancer is the last.
@@ -343,9 +439,10 @@ class ModelScheduler:
             ),
         )
 
-    def _select_idle(self) -> ModelSlot | None:
-        """Return the model to unload; None if all are busy."""
-        return next((model for model in self._list_in_order() if not model.served), None)
+    def _select_idle(self, memory: Memory = None) -> ModelSlot | None:
+        """Return the model to unload from a memory; None if all are busy."""
+        models = (each for each in self._list_in_order() if self._find_memory(each) == memory)
+        return next((model for model in models if model.is_idle), None)
 
     def _load(self, model: ModelSlot, reserved: int) -> None:
         _log.info("loading", extra={"model": str(model.reference)})
@@ -359,30 +456,39 @@ class ModelScheduler:
 
     def _release_excess(self) -> None:
         """Unload an idle model if the processes take more memory than was estimated."""
-        if len(models := self._list_in_order()) < 2:
-            return
-        # It may be read from files
-        budget = self.budget
-        if budget is None or sum(self._describe(model).need for model in models) <= budget:
-            return
-        if (idle := next((model for model in models[:-1] if not model.users), None)) is not None:
-            self.unload(idle, "memory")
+        in_order = self._list_in_order()
+        for memory in {self._find_memory(model) for model in in_order}:
+            models = [model for model in in_order if self._find_memory(model) == memory]
+            if len(models) < 2:
+                continue
+            # It may be read from files
+            budget = self._find_budget(memory)
+            if budget is None or sum(self._describe(model).need for model in models) <= budget:
+                continue
+            if idle := next((model for model in models[:-1] if not model.users), None):
+                self.unload(idle, "memory")
 
     def _share_memory(self, *loading: ModelSlot) -> None:
         """Leave the memory of each loaded model to it, and the rest to any of them."""
         models = [*self.list_loaded(), *loading]
-        needs = {model.key: self._describe(model).need for model in models}
-        total, reserve, budget = sum(needs.values()), self._compute_reserve(*models), self.budget
-        if budget is None or total + reserve <= budget:
-            total += reserve
-        for model in self.list_loaded():
-            if model.runner is not None and not model.is_text:
-                model.runner.reserve(total - needs[model.key])
+        for memory in {self._find_memory(model) for model in models}:
+            own = [model for model in models if self._find_memory(model) == memory]
+            needs = {model.key: self._describe(model).need for model in own}
+            reserve = self._compute_reserve(*models) if memory is None else 0
+            total, budget = sum(needs.values()), self._find_budget(memory)
+            if budget is None or total + reserve <= budget:
+                total += reserve
+            for model in own:
+                if model.runner is not None and not model.is_text:
+                    model.runner.reserve(total - needs[model.key])
 
     async def _run(self, model: ModelSlot, reserved: int) -> Runner:
         name = pin_name(model.reference, model.stored)
+        if (sleeper := await self._wake_up(model, name, reserved)) is not None:
+            return sleeper
         content = self._roots, name, model.stored.descriptor
-        start = partial(Runner.start, *content, self._limits, model.arrival)
+        limits = replace(self._limits, device=self._limits.places[model.key.place])
+        start = partial(Runner.start, *content, limits, model.arrival)
         try:
             return await start(reserved)
         except NoMemoryError:
@@ -390,11 +496,21 @@ class ModelScheduler:
                 raise
             while await self._unload_idle(model):
                 pass
-            return await start(sum(self._describe(busy).need for busy in self.list_loaded()))
+            return await start(sum(self._describe(busy).need for busy in self._list_beside(model)))
+
+    async def _wake_up(self, model: ModelSlot, name: str, reserved: int) -> Runner | None:
+        """Return the process of a sleeping model once it is loaded; None if there is none."""
+        sleeper, model.sleeper = model.sleeper, None
+        if sleeper is not None and sleeper.is_alive:
+            # Otherwise a new process is started, and tells why it fails
+            with contextlib.suppress(AImageError):
+                await sleeper.wake_up(name, self._limits, reserved)
+                return sleeper
+        return None
 
     async def _unload_idle(self, successor: ModelSlot) -> bool:
         """Unload the model that was idle longest for another one; return False if none is idle."""
-        if (idle := self._select_idle()) is None:
+        if (idle := self._select_idle(self._find_memory(successor))) is None:
             return False
         await _wait([self._evict(idle, successor)])
         return True
@@ -423,11 +539,31 @@ class ModelScheduler:
                 self._refused[model.digest] = error
                 while len(self._refused) > _MAX_REFUSED:
                     del self._refused[next(iter(self._refused))]
-            self._refuse_waiting(model, error)
+            if not self._leave_place(model, error):
+                self._refuse_waiting(model, error)
         else:
             self._finish_start(model, load.result(), self._clock() - started)
         self._drop(model)
         self.arrange()
+
+    def _leave_place(self, model: ModelSlot, error: AImageError) -> bool:
+        """Use a GPU no more on which a load failed, unless another one may not do better.
+
+        The first one remains. Returns False if the requests for the model have to end.
+        """
+        place = model.key.place
+        if not place or isinstance(error, (UnrunnableError, NoMemoryError)):
+            return False
+        self._broken.add(place)
+        facts = {"device": str(self._limits.places[place]), "reason": error.message}
+        _log.warning("a GPU is not used any more", extra=facts)
+        for request in self._list_waiting(model):
+            if request.stored is not None:
+                model.users -= 1
+                request.model = copy = self._get_slot(request, request.stored)
+                copy.add(request.reference, request.stored)
+                copy.users += 1
+        return True
 
     def _refuse_waiting(self, model: ModelSlot, error: AImageError) -> None:
         """End the requests for the AImage that cannot be loaded; its base may be loaded for others.
@@ -447,9 +583,10 @@ class ModelScheduler:
 
     def _finish_start(self, model: ModelSlot, runner: Runner, seconds: float) -> None:
         model.runner, model.last_used = runner, self._clock()
-        self._device_memory = runner.total or self._device_memory
+        if runner.total:
+            self._device_memory[model.key.place] = runner.total
         if not model.is_text:
-            self._dtype = runner.dtype
+            self._dtype, self._is_discrete = runner.dtype, runner.is_discrete
         runner.ended.add_done_callback(lambda _: self._handle_exit(model, runner))
         self._metrics.loads.observe(seconds)
         self._loading.observe(seconds)
@@ -458,6 +595,9 @@ class ModelScheduler:
             model.unloading = self.unload(model, "stopped")
 
     def _handle_exit(self, model: ModelSlot, runner: Runner) -> None:
+        if model.sleeper is runner:
+            model.sleeper = None
+            self._drop(model)
         if model.runner is not runner:
             # It was unloaded on purpose
             return
@@ -476,16 +616,42 @@ class ModelScheduler:
             load.cancel()
         model.runner = None
         model.served.clear()
+        # It may be needed again, and the memory is that of the GPU
+        may_sleep = reason in ("room", "memory") and not model.is_stopped
+        if runner is not None and runner.is_discrete and may_sleep:
+            model.sleeper = runner
         self._drop(model)
         if runner is None:
             return load
         self._metrics.evictions.labels(reason).inc()
         self._events.record("evict", model=str(model.reference), reason=reason)
         self._share_memory()
-        task = asyncio.create_task(runner.stop())
+        leave = self._put_to_sleep(model, runner) if model.sleeper is runner else runner.stop()
+        task = asyncio.create_task(leave)
         self._unloads.add(task)
         task.add_done_callback(self._unloads.discard)
         task.add_done_callback(lambda _: self.arrange())
+        return task
+
+    async def _put_to_sleep(self, model: ModelSlot, runner: Runner) -> None:
+        """Let a model leave its GPU; of too many that sleep, the one used least recently ends."""
+        if not await runner.sleep((self._free() or 0) // 2):
+            model.sleeper = None
+            await runner.stop()
+        asleep = [each for each in self.models if each.sleeper is not None]
+        asleep.sort(key=lambda each: -each.last_used)
+        await _wait([self._end_sleep(each) for each in asleep[_MAX_ASLEEP:]])
+        self._drop(model)
+
+    def _end_sleep(self, model: ModelSlot) -> asyncio.Task[None] | None:
+        """End the process of a sleeping model; return the task that ends with it."""
+        sleeper, model.sleeper = model.sleeper, None
+        self._drop(model)
+        if sleeper is None:
+            return None
+        task = asyncio.create_task(sleeper.stop())
+        self._unloads.add(task)
+        task.add_done_callback(self._unloads.discard)
         return task
 
     async def stop(self, model: ModelSlot) -> None:
@@ -494,25 +660,30 @@ class ModelScheduler:
         if self._models.get(model.key) is model:
             # A new request gets a new slot, and loads it again
             del self._models[model.key]
-        await _wait([self.unload(model, "stopped")])
+        await _wait([self.unload(model, "stopped"), self._end_sleep(model)])
         # Set if the load ended during the cancellation
         await _wait([model.unloading])
 
     async def expire(self) -> None:
         """Unload idle models whose keep-alive has expired."""
         idle = [model for model in self.list_loaded() if not model.users and not model.remaining]
-        await _wait([self.unload(model, "idle") for model in idle])
+        asleep = [each for each in self.models if each.sleeper is not None]
+        expired = [model for model in asleep if not model.users and not model.remaining]
+        tasks = [self.unload(model, "idle") for model in idle]
+        await _wait([*tasks, *map(self._end_sleep, expired)])
 
     async def end(self) -> None:
         """Unload all models and wait until they have ended."""
         for model in self.models:
             self.unload(model, "shutdown")
+            self._end_sleep(model)
         while tasks := [*self._loads, *self._unloads]:
             await _wait(tasks)
 
     def _drop(self, model: ModelSlot) -> None:
         """Remove a model that is neither in memory nor requested."""
-        is_needed = model.users or model.load is not None or model.runner is not None
+        has_process = model.runner is not None or model.sleeper is not None
+        is_needed = model.users or model.load is not None or has_process
         if not is_needed and self._models.get(model.key) is model:
             del self._models[model.key]
 

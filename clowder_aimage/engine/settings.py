@@ -223,6 +223,7 @@ class Settings(CallerSettings):
     backends: Annotated[dict[Name, Literal["auto", "mlx", "torch"]], _BACKENDS] = {}
     compile: bool = False
     attention: str | None = None
+    reproducible: bool = False
     device: Annotated[str | None, BeforeValidator(_check_device)] = None
     dtype: Literal["float32", "f32", "bfloat16", "bf16"] | None = None
     first: Annotated[str | None, BeforeValidator(lambda text: parse_precision(str(text)))] = None
@@ -254,6 +255,7 @@ class Settings(CallerSettings):
             "compile",
             "attention",
             "device",
+            "reproducible",
             "dtype",
             "text_encoder",
             "memory",

@@ -6,10 +6,11 @@ Importing this module imports neither.
 from __future__ import annotations
 
 import importlib
+import os
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import metadata
 from importlib.util import find_spec
@@ -26,6 +27,8 @@ OLDEST = {"torch": (2, 6), "diffusers": (0, 42), "transformers": (5, 0)}
 _OTHERS = {MLX: ("jinja2", "numpy", "PIL", "tokenizers"), TORCH: ("diffusers", "transformers")}
 _MODULES = {MLX: "clowder_aimage.model.backend", TORCH: "clowder_aimage.model.torch.library"}
 _DEVICES = "clowder_aimage.model.torch.device"
+# Of GPUs of NVIDIA: nvidia0, nvidia1
+_DEVICE_FILES = Path("/dev")
 # Files of the drivers of NVIDIA and AMD
 _GPUS = ("/dev/nvidia0", "/dev/kfd")
 # Common names of weight types
@@ -38,16 +41,25 @@ class TorchTuning:
 
     compile: compile the layers of transformers when they run first. attention: diffusers' name of
     an attention backend, such as flash or sage; None for that of PyTorch. device: PyTorch's name
-    of a device, such as cuda:1; None for the first GPU that works, else the CPU.
+    of a device, such as cuda:1; None for the first GPU that works, else the CPU. compiled: the
+    directory for compiled code, for the next processes; None for that of PyTorch. reproducible:
+    compute in one form, each picture alone, and with the same result each time; also with MLX.
     """
 
     compile: bool = False
     attention: str | None = None
     device: str | None = None
+    reproducible: bool = False
+    compiled: str | None = field(default=None, compare=False)
 
     def check(self, library: str) -> None:
         """Reject options that ``library`` does not have. Raises UsageError."""
-        if self != TorchTuning() and library != TORCH:
+        if self.compile and self.reproducible:
+            raise UsageError(
+                "compiled layers round differently before and after their compilation",
+                hint="compile, or compute reproducibly; not both",
+            )
+        if replace(self, reproducible=False) != TorchTuning() and library != TORCH:
             raise UsageError(
                 f"{library} was selected, but a device, compilation and an attention backend are "
                 "options of torch",
@@ -68,9 +80,15 @@ class _TorchAttempt:
 _attempt = _TorchAttempt()
 
 
-def parse_library_options(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments of ``generate.load`` from a message: backend, dtype, tuning."""
-    return {**values, "tuning": TorchTuning(**values.get("tuning", {}))}
+def parse_library_options(
+    values: Mapping[str, Any], compiled: Path | None = None
+) -> dict[str, Any]:
+    """Return arguments of ``generate.load`` from a message: backend, dtype, tuning.
+
+    ``compiled`` as in ``TorchTuning``.
+    """
+    directory = None if compiled is None else str(compiled)
+    return {**values, "tuning": TorchTuning(**values.get("tuning", {}), compiled=directory)}
 
 
 def choose_library(name: str | None = None, tuning: TorchTuning = NO_TUNING) -> str:
@@ -123,6 +141,25 @@ def choose_dtype_name(name: str | None, *, is_gpu: bool) -> str:
 def may_have_gpu() -> bool:
     """Return True if models may be computed by a GPU of this machine. No library is imported."""
     return sys.platform == "darwin" or _find_driver() is not None
+
+
+@cache
+def list_places(backend: str) -> tuple[str | None, ...]:
+    """Return the devices of this machine for a worker: None, which the library selects, and others.
+
+    The others are GPUs of NVIDIA, if PyTorch computes: without a name it selects the first one.
+    """
+    is_torch = backend == TORCH or (backend == AUTO and not _is_installed(MLX))
+    count = _count_gpus() if is_torch and _is_installed(TORCH) else 1
+    return (None, *(f"cuda:{index}" for index in range(1, count)))
+
+
+def _count_gpus() -> int:
+    """Return the number of GPUs of NVIDIA that PyTorch will see; no library is imported."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([name for name in visible.split(",") if name.strip()])
+    return sum(1 for _ in _DEVICE_FILES.glob("nvidia[0-9]*"))
 
 
 def parse_backend(description: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -67,11 +67,15 @@ class Preview:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Image:
-    """A finished picture: RGB ``pixels`` of shape (height, width, 3), uint8."""
+    """A finished picture: RGB ``pixels`` of shape (height, width, 3), uint8.
+
+    ``batch``: the pictures that were computed at once.
+    """
 
     pixels: npt.NDArray[np.uint8]
     seed: int
     picture: int = 0
+    batch: int = 1
 
     @property
     def width(self) -> int:
@@ -140,6 +144,14 @@ class Pipeline(Protocol):
 
         Returns a description of the memory. Raises as ``ModelWeights.apply`` does.
         """
+        ...
+
+    def sleep(self) -> None:
+        """Release all that the device has; ``preload`` or a request loads it again."""
+        ...
+
+    def copy_to_host(self, room: int, is_stopped: Callable[[], bool]) -> None:
+        """Copy weights to ``room`` bytes of the machine's memory, for a load that is faster."""
         ...
 
     def prepare(self, request: GenerateRequest) -> None:

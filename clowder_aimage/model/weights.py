@@ -23,6 +23,7 @@ from clowder_aimage.model import tensor_view
 from clowder_aimage.model.catalogue import Catalogue
 from clowder_aimage.model.model_file import find_object, read_object
 from clowder_aimage.model.parameter_names import FLOATS
+from clowder_aimage.model.stored_tensor import StoredTensor
 from clowder_aimage.tensor import Quantization
 from clowder_aimage.tensor.quantization_config import QuantizationConfig
 
@@ -225,6 +226,13 @@ class ModelWeights:
         return target, target.match(name for name in names if name not in left_out), skipped
 
     # -- other runtimes
+
+    def find(self, name: str) -> StoredTensor:
+        """Return the location of the tensor ``name``, once its blob is there.
+
+        Raises NotFoundError: it does not exist; FormatError: its blob is invalid.
+        """
+        return self._catalogue.find(name)
 
     def read_numpy(self, name: str) -> tensor_view.Array:
         """Return the tensor ``name``, read-only: a view of the blob, or float32.

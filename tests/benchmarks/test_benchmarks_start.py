@@ -60,6 +60,11 @@ STARTS = (
         (),
         ("nats-server",),
     ),
+    Start(
+        "gpu --tiny --root {place} --out {place}.jsonl --parts 'make,create,eager,worker eager'",
+        "| worker compiled: first picture s |",
+        NETWORKS,
+    ),
     Start("http_server --rounds 1 --mib 8", "| GET 8 MiB s |", (), REGISTRY),
     Start("idle --counts 1 --layers 10 --rounds 1 --seconds 0.1 --settle 0", "| open files |"),
     Start(

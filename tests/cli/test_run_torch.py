@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 
+from clowder_aimage.model.picture import encode_picture
 from tests.adapter.vectors import TINY
+from tests.picture_file import load_picture
 from tests.process import Aimage
 
 pytest.importorskip("torch")
@@ -35,6 +38,39 @@ def test_a_picture_made_without_mlx_is_replayed_by_both(aimage: Callable[[], Aim
     again = here("replay", "t.png", "--backend", "mlx", "--tolerance", 1, "--json").value
     assert again["equal"] and again["largestDifference"] <= 1
     assert again["madeWith"] == made["backend"] != again["backend"]
+
+
+def test_a_picture_is_made_again_as_it_was_made(
+    aimage: Callable[[], Aimage], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a compiler, one that was compiled is made eagerly, and the difference is named."""
+    import torch
+
+    from clowder_aimage.model.torch.tuning import check_compiler
+
+    here = aimage()
+    here("create", "tiny", TINY)
+    how = ("run", "tiny", "a fox", *PICTURE, "--local", "-o", "t.png", "--backend", "torch")
+    said = here(*how, "--compile", "--reproducible", code=2).err
+    assert "compiled layers round differently" in said
+    here(*how, "--device", "cpu", "--reproducible")
+    path = here.home / "t.png"
+    pixels, facts = load_picture(path)
+    assert (facts["forward"], facts["batch"]) == ("eager", 1)
+    facts |= {"forward": "compiled", "batch": 2}
+    path.write_bytes(encode_picture((pixels ^ 1).astype(np.uint8), facts))
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("no compiler")
+
+    check_compiler.cache_clear()
+    monkeypatch.setattr(torch, "compile", fail)
+    done = here("replay", "t.png", "--device", "cpu", "--json", code=5)
+    assert "made with compiled layers; PyTorch cannot compile" in done.err
+    assert done.value["expectedDifference"] == done.value["largestDifference"] == 1
+    said = here("replay", "t.png", "--device", "cpu", code=5).out
+    assert "compiled, float32, 2 at once, and again on torch" in said
+    assert said.strip().endswith("which may differ by 1/255: --tolerance 1 accepts it")
 
 
 def test_options_of_pytorch_are_refused_with_their_remedies(aimage: Callable[[], Aimage]) -> None:

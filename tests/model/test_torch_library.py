@@ -30,7 +30,10 @@ REQUEST = GenerateRequest.of("a fox", width=32, height=32, steps=3)
 
 
 def open_tiny(blobs: Path) -> Any:
-    return load_pipeline(*import_directory(TINY, blobs), backend="torch", dtype="float32")
+    # Also where PyTorch sees a GPU
+    tuning = TorchTuning(device="cpu")
+    source = import_directory(TINY, blobs)
+    return load_pipeline(*source, backend="torch", dtype="float32", tuning=tuning)
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +49,67 @@ def test_arrays_are_of_the_compute_type_and_integers_stay() -> None:
     assert floats.dtype == torch.bfloat16 and library.itemsize == 2
     assert library.to_floats(floats).dtype == np.float32
     assert library.to_array(np.array([1 << 40])).tolist() == [1 << 40]
-    assert library.to_colours(torch.tensor([-3.0, 0.0, 3.0])).tolist() == [0, 0.5, 1]
+    assert library.to_pixels(torch.tensor([-3.0, 0.0, 3.0])).tolist() == [0, 128, 255]
+    held = library.hold(floats)
+    assert held.dtype == torch.float32 and library.hold(held) is held
+    with pytest.raises(ModelError, match="NaN"):
+        library.to_pixels(torch.tensor([0.0, float("nan")]))
+
+
+def test_pixels_are_those_of_numpy() -> None:
+    """The bytes are made on the device: rounded as numpy rounds them."""
+    from clowder_aimage.model.flow.pixels import to_pixels
+    from clowder_aimage.model.torch.library import TorchLibrary
+
+    values = np.random.default_rng(7).normal(0, 1, (64, 64, 3)).astype(np.float32)
+    values[0, :, 0] = (np.arange(64) + 0.5) / 127.5 - 1
+    for dtype in (torch.float32, torch.bfloat16):
+        array = torch.from_numpy(values).to(dtype)
+        colours = (array * 0.5 + 0.5).clamp(0, 1).float().numpy()
+        assert np.array_equal(TorchLibrary("cpu", dtype).to_pixels(array), to_pixels(colours))
+
+
+def test_held_numbers_are_limited_as_with_numpy() -> None:
+    from clowder_aimage.model.torch.library import TorchLibrary
+
+    library = TorchLibrary("cpu", torch.float32)
+    values = library.hold(np.array([3, 4], np.float32))
+    assert float(library.measure(values)) == 5
+    assert library.limit_length(values, torch.tensor(10.0)).tolist() == [3, 4]
+    assert library.limit_length(values, torch.tensor(2.5)).tolist() == [1.5, 2]
+    assert library.limit_length(values * 0, torch.tensor(0.0)).tolist() == [0, 0]
+
+
+def test_nothing_is_copied_from_the_device_between_steps(
+    pipeline: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Latents, noise and guidance stay there; the worker follows one step behind the device."""
+    library, seen = pipeline.library, list[str]()
+
+    class Queue:
+        def mark(self) -> Callable[[], None]:
+            number = sum(one.startswith("mark") for one in seen)
+            seen.append(f"mark {number}")
+            return lambda: seen.append(f"wait {number}")
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("a copy from the device")
+
+    expected = [one for one in pipeline.generate(REQUEST) if isinstance(one, Image)]
+    monkeypatch.setattr(library, "_queue", Queue())
+    monkeypatch.setattr(library, "to_floats", refuse)
+    monkeypatch.setattr(torch.Tensor, "numpy", refuse)
+    monkeypatch.setattr(torch.Tensor, "item", refuse)
+    for event in pipeline.generate(request := REQUEST.change(guidance=2.0)):
+        assert isinstance(event, Step)
+        seen.append(f"step {event.index}")
+        if event.index == request.sampling.steps:
+            break
+    monkeypatch.undo()
+    marks = ["mark 0", "step 1", "mark 1", "wait 0", "step 2", "mark 2", "wait 1", "step 3"]
+    assert seen == marks
+    (picture,) = [one for one in pipeline.generate(REQUEST) if isinstance(one, Image)]
+    assert np.array_equal(picture.pixels, expected[0].pixels)
 
 
 def test_weights_are_the_blobs_themselves_and_stay_unchanged(pipeline: Any) -> None:
@@ -318,11 +381,30 @@ def test_the_device_is_the_first_that_works_or_the_named_one(gpus: Any) -> None:
     library = TorchLibrary.create(None)
     assert library.describe().endswith(" cuda (H0)") and library.memory.total == 900
     assert library.dtype_name == "bfloat16" and not library.memory.is_shared
+    assert library.memory.is_discrete
     library = TorchLibrary.create(None, TorchTuning(device="cuda:1"))
     assert library.describe().endswith(" cuda:1 (H1)") and library.memory.total == 900
     library = TorchLibrary.create(None, TorchTuning(device="cpu"))
     assert library.describe().endswith(" cpu") and library.memory.total is None
     assert library.dtype_name == "float32" and library.warning is None
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "allowed"),
+    [("", "cuda", False), ("1", "cuda", True), ("0", "cuda:1", False), ("", "cpu", True)],
+)
+def test_float32_on_a_gpu_is_float32_unless_tf32_is_asked_for(
+    gpus: Any, monkeypatch: pytest.MonkeyPatch, asked: str, device: str, allowed: bool
+) -> None:
+    from clowder_aimage.model.torch.library import TorchLibrary
+
+    gpus("cuda:0", "cuda:1")
+    settings = [SimpleNamespace(allow_tf32=True) for _ in range(2)]
+    monkeypatch.setattr(torch.backends, "cudnn", settings[0])
+    monkeypatch.setattr(torch.backends.cuda, "matmul", settings[1])
+    monkeypatch.setenv("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", asked)
+    TorchLibrary.create("float32", TorchTuning(device=device))
+    assert [setting.allow_tf32 for setting in settings] == [allowed] * 2
 
 
 @pytest.mark.parametrize(

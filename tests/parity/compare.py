@@ -76,7 +76,7 @@ def made(
 
     def noted(*arguments: Any) -> Iterator[np.ndarray]:
         for state in denoise(*arguments):
-            states.append(np.array(state))
+            states.append(pipeline.library.to_floats(state))
             yield state
 
     with pytest.MonkeyPatch.context() as patch:

@@ -81,6 +81,7 @@ class FakeRunner:
 
     pid, size, total, device, dtype, parallel = 0, 1000, 0, "none", "float32", 1
     cancellations: tuple[asyncio.Task[None], ...] = ()
+    is_encoding = is_discrete = is_on_gpu = False
 
     def __init__(self) -> None:
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()

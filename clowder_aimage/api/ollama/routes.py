@@ -105,7 +105,7 @@ def _describe_loaded(descriptions: ModelDescriptions, model: ModelSlot) -> Loade
     device = model.runner.device if model.runner is not None else ""
     until = model.until or datetime.now(UTC) + FOR_EVER
     # ollama's clients show the share of size_vram as that of the GPU
-    is_gpu = "gpu" in device.lower() or "metal" in device.lower()
+    is_gpu = model.runner is not None and model.runner.is_on_gpu
     facts = descriptions.find(model.stored.descriptor)
     context = model.runner.context if model.runner is not None else 0
     description: LoadedModel = {

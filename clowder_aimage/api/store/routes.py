@@ -107,11 +107,17 @@ class StoreReport:
 
     def _measure_memory(self) -> MemoryFacts:
         engine = self._service.engine
-        runners = [model.runner for model in engine.list_loaded()]
+        runners = [model.runner for model in engine.list_loaded() if model.runner is not None]
+        # A GPU with its own memory does not share it with language models on the CPU
+        on_device = any(runner.is_discrete for runner in runners)
+        used = sum(runner.size for runner in runners if runner.is_discrete == on_device)
+        budget, available = engine.budget, machine.read_available_memory()
+        if on_device:
+            available = None if budget is None else max(0, budget - used)
         return {
-            "budget": engine.budget,
-            "available": machine.read_available_memory(),
-            "used": sum(model.size for model in runners if model is not None),
+            "budget": budget,
+            "available": available,
+            "used": used,
             "planned": engine.planned,
             "models": engine.limits.models,
         }

@@ -65,6 +65,12 @@ torch_options = options(
         metavar="NAME",
         help="Attention backend for PyTorch, such as flash or sage. [default: native]",
     ),
+    click.option(
+        "--reproducible",
+        is_flag=True,
+        default=None,
+        help="Compute each picture alone and in one form, whatever else is computed.",
+    ),
     device_option,
 )
 

@@ -33,6 +33,7 @@ from clowder_aimage.cli.console.option import (
 )
 from clowder_aimage.cli.console.output import format_count, note, print_result
 from clowder_aimage.cli.worker.local_model import (
+    FetchedModel,
     LocalOptions,
     fetch_model,
     load_model,
@@ -42,10 +43,19 @@ from clowder_aimage.content.store import ContentStore
 from clowder_aimage.errors import AImageError, NotFoundError, UsageError, VerificationError, needs
 from clowder_aimage.generation.request import ALPHA, GenerateRequest, LoraUse
 from clowder_aimage.model.adapter_source import OWN
-from clowder_aimage.model.library_choice import BACKENDS, TorchTuning, choose_library, parse_backend
+from clowder_aimage.model.library_choice import (
+    BACKENDS,
+    TORCH,
+    TorchTuning,
+    choose_library,
+    parse_backend,
+)
+from clowder_aimage.model.rounding import COMPILED, Rounding
 from clowder_aimage.oci import Descriptor, Digest, Reference
 
 if TYPE_CHECKING:
+    from clowder_aimage.generate import RunnableModel
+    from clowder_aimage.model.adapter_source import AdapterFinder
     from clowder_aimage.model.picture import StoredPicture
     from clowder_aimage.registry import ClientOptions
 
@@ -156,6 +166,7 @@ def replay_picture(
             _note_registry(picture, name.with_digest(Digest.parse(use.digest)))
     # Before the model, which is larger.
     finder.fetch(request)
+    made = Rounding.read(metadata)
     tuning = TorchTuning(device=device)
     # The library that made the picture rounds in the same way.
     backend = choose_library(backend or parse_backend(str(metadata.get("backend", ""))), tuning)
@@ -163,7 +174,7 @@ def replay_picture(
     dtype = metadata.get("dtype")
     dtype = None if dtype is None else str(dtype)
     options = LocalOptions(dtype, backend=backend, tuning=tuning)
-    model = load_model(fetched, request, options, finder)
+    model = _load_as_made(made, fetched, request, options, finder)
     (rendered,) = show_steps(fetched.watch(model.generate(request)), request)
     kind, quality = read.kind, metadata.get("quality")
     comparison = compare_pictures(read.pixels, rendered.pixels, kind, quality)
@@ -171,12 +182,15 @@ def replay_picture(
         height, width, *_ = rendered.pixels.shape
         raise VerificationError(f"{picture} was resized: expected {width}x{height}")
     is_equal = comparison.is_equal or comparison.largest <= tolerance
+    again = Rounding(model.backend, model.forward, model.dtype, rendered.batch)
+    expected = made.compute_bound(again)
     value = {
         "picture": picture,
         "digest": str(model.stored.descriptor.digest),
         "equal": is_equal,
         "backend": model.backend,
         "madeWith": metadata.get("backend"),
+        "expectedDifference": expected,
         "largestDifference": comparison.largest,
         "meanDifference": comparison.mean,
         "differingShare": comparison.share,
@@ -187,8 +201,10 @@ def replay_picture(
         text = f"equal{words if comparison.largest else ''}"
     elif is_equal:
         text = f"equal within {tolerance}/255: {text.removeprefix('differs: ')}"
-    if comparison.largest and metadata.get("backend") not in (None, model.backend):
-        text += f"; it was made on {metadata['backend']}, and again on {model.backend}"
+    if comparison.largest and expected:
+        text += f"; it was made on {made}, and again on {again}, which may differ by {expected}/255"
+        if not is_equal and comparison.largest <= expected:
+            text += f": --tolerance {expected} accepts it"
     return Comparison(is_equal, value, text)
 
 
@@ -197,6 +213,23 @@ def _refuse_pull() -> ClientOptions:
     raise NotFoundError(
         "the store lacks the model of the picture, or an adapter", hint="--pull fetches it"
     )
+
+
+def _load_as_made(
+    made: Rounding,
+    fetched: FetchedModel,
+    request: GenerateRequest,
+    options: LocalOptions,
+    finder: AdapterFinder,
+) -> RunnableModel:
+    """Load the model in the form in which the picture was computed, if this machine can."""
+    if made.forward == COMPILED and options.backend == TORCH:
+        compiled = replace(options, tuning=replace(options.tuning, compile=True))
+        try:
+            return load_model(fetched, request, compiled, finder)
+        except UsageError as error:
+            note(f"the picture was made with compiled layers; {error.message}")
+    return load_model(fetched, request, options, finder)
 
 
 def _read(picture: str) -> StoredPicture:

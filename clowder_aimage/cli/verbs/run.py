@@ -224,7 +224,12 @@ def run(
     # Wrong options, before a load.
     if is_text:
         build_text_request(values, [{"role": "user", "content": ""}])
-    tuning = TorchTuning(bool(values["compile"]), values["attention"], values["device"])
+    tuning = TorchTuning(
+        bool(values["compile"]),
+        values["attention"],
+        values["device"],
+        reproducible=bool(values["reproducible"]),
+    )
     options = LocalOptions(
         dtype,
         memory,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -120,14 +120,18 @@ def load_model(
     """Load a model for ``request``, and for others unless it is the last one."""
     from clowder_aimage import generate
     from clowder_aimage.engine import machine
+    from clowder_aimage.layout.compiled import open_compiled
     from clowder_aimage.model.flow.memory_budget import AUTO as BY_MEMORY
 
+    tuning = options.tuning
+    if tuning.compile and (compiled := open_compiled(get_settings().layout.root)) is not None:
+        tuning = replace(tuning, compiled=str(compiled))
     model = generate.load(
         fetched.aimage.files,
         fetched.aimage.stored,
         backend=options.backend,
         dtype=options.dtype,
-        tuning=options.tuning,
+        tuning=tuning,
         request=request,
         end=fetched.aimage.end,
         finder=finder,

@@ -1,6 +1,8 @@
 """The interface of libraries that compute networks: MLX, or PyTorch.
 
-Latents, noise, masks and pixels between networks are arrays of numpy, in float32.
+Between the steps of a picture, latents, noise and masks are held by the library (``hold``), in
+float32: on a GPU nothing of a step is copied from it. Otherwise arrays between networks are
+those of numpy.
 """
 
 from __future__ import annotations
@@ -23,8 +25,18 @@ class DeviceMemory(Protocol):
         ...
 
     @property
+    def is_discrete(self) -> bool:
+        """Return True if the device has memory of its own, beside that of the machine."""
+        ...
+
+    @property
     def total(self) -> int | None:
         """Return the usable memory of a GPU; None if unknown, or on a CPU."""
+        ...
+
+    @property
+    def occupied(self) -> int:
+        """Return the memory that this process takes from other processes, at least."""
         ...
 
     @property
@@ -50,12 +62,19 @@ class ArrayLibrary(Protocol):
     """A library on a device, with one compute type of ``itemsize`` bytes."""
 
     itemsize: int
+    # Bytes of this machine's memory for weights that are not on the device
+    host_room: int
     # A warning about the device
     warning: str | None
 
     @property
     def dtype_name(self) -> str:
         """Return the name of the compute type: float32 or bfloat16."""
+        ...
+
+    @property
+    def forward(self) -> str:
+        """Return the form in which layers are computed, one of ``rounding``."""
         ...
 
     def describe(self) -> str:
@@ -72,11 +91,37 @@ class ArrayLibrary(Protocol):
         ...
 
     def to_floats(self, array: Any) -> Floats:
-        """Return the values of an array, in float32."""
+        """Return the values of an array, or of numbers that are held, in float32."""
         ...
 
-    def to_colours(self, array: Any) -> Floats:
-        """Return values from -1 to 1 as values from 0 to 1, clipped, scaled in their own type."""
+    def hold(self, values: Any) -> Any:
+        """Return numbers of numpy or of an array in float32, where they stay between steps.
+
+        They are numpy's with MLX, and on the device with PyTorch. Both have the operators of
+        arithmetic, between each other and with Python's numbers, and round alike.
+        """
+        ...
+
+    def limit_length(self, values: Any, length: Any) -> Any:
+        """Return held numbers, scaled down if their norm exceeds ``length``, one of ``measure``."""
+        ...
+
+    def measure(self, values: Any) -> Any:
+        """Return the norm of held numbers: a number, or one on the device."""
+        ...
+
+    def pace(self) -> None:
+        """Wait until the device is at most one step behind; called after each step.
+
+        So a step is prepared while the previous one is computed, and a request is cancelled soon.
+        """
+        ...
+
+    def to_pixels(self, array: Any) -> npt.NDArray[np.uint8]:
+        """Return values from -1 to 1 as bytes, clipped, scaled to 0 to 1 in their own type.
+
+        Raises ModelError: a value is NaN.
+        """
         ...
 
     def evaluate(self, *arrays: Any) -> None:

@@ -1,8 +1,8 @@
 """The steps of a picture: from noise to latents, with guidance and a cache of steps.
 
 Both directions of guidance are computed one after another: on a CPU two at once took 0.93 of the
-time of two, with twice the memory. Latents are numpy's float32 between steps, with any library
-and dtype of the networks.
+time of two, with twice the memory. Latents are float32 between steps, held by the library
+(``ArrayLibrary.hold``), with any dtype of the networks.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ from clowder_aimage.model.flow.pixels import downsample
 from clowder_aimage.model.flow.scheduler import Schedule
 from clowder_aimage.model.pipeline import PipelineEvent, Preview, Step
 
+# Numbers that the library holds
+Held = Any
 # Changes latents at a noise level
-Keep = Callable[[Floats, float], Floats]
+Keep = Callable[[Held, float], Held]
 # Of the positive and the negative caption
 Caches = tuple[Any, Any]
 _NO_CACHES: Caches = (None, None)
@@ -50,23 +52,25 @@ class Denoiser:
         encoded: EncodedPicture | None,
         schedule: Schedule,
         seed: int,
-    ) -> tuple[Floats, Keep]:
+    ) -> tuple[Held, Keep]:
         """Return the first latents, and a function to restore unpainted cells after a step."""
         if encoded is None:
-            return self.draw_noise(request, seed), lambda latents, _: latents
+            noise = self.networks.library.hold(self.draw_noise(request, seed))
+            return noise, lambda latents, _: latents
         normalize = partial(self.family.normalize, networks=self.networks)
         picture_start = start(encoded, normalize, seed, schedule)
+        picture_start = picture_start.hold(self.networks.library.hold)
         return picture_start.latents, picture_start.keep
 
     def iter_steps(
         self,
         request: GenerateRequest,
-        latents: Floats,
+        latents: Held,
         schedule: Schedule,
         conditioning: Conditioning,
         picture: int,
         keep: Keep,
-    ) -> Iterator[tuple[PipelineEvent, Floats]]:
+    ) -> Iterator[tuple[PipelineEvent, Held]]:
         """Yield the steps and previews of a picture, each with the latents after it."""
         total = len(schedule.times)
         previewed = sorted(plan_previews(request.output.previews, total))
@@ -82,18 +86,19 @@ class Denoiser:
 
     def denoise(
         self,
-        latents: Floats,
+        latents: Held | Floats,
         schedule: Schedule,
         conditioning: Conditioning,
         threshold: float = 0.0,
         keep: Keep = lambda latents, _: latents,
-    ) -> Iterator[Floats]:
-        """Yield the latents after every Euler step, in float32.
+    ) -> Iterator[Held]:
+        """Yield the latents after every Euler step, held by the library.
 
         With a ``threshold``, steps between the first and the last may reuse earlier results.
         ``keep`` changes the latents after each step, at its noise level.
         """
         caches, library = _NO_CACHES, self.networks.library
+        latents = library.hold(latents)
         # One cache for each direction: their residuals differ
         if threshold:
             caches = library.step_cache(threshold), library.step_cache(threshold)
@@ -103,18 +108,19 @@ class Denoiser:
             # The last step decides the details, and is always computed
             step_caches = caches if index < last_index else _NO_CACHES
             velocity = self.compute_velocity(latents, float(time), conditioning, step_caches)
-            latents = latents - np.float32(change) * velocity
+            latents = latents - float(change) * velocity
             latents = keep(latents, float(schedule.sigmas[index + 1]))
+            library.pace()
             yield latents
 
     def compute_velocity(
         self,
-        latents: Floats,
+        latents: Held | Floats,
         time: float,
         conditioning: Conditioning,
         caches: Caches = _NO_CACHES,
-    ) -> Floats:
-        """Return the predicted direction from noise to picture, in float32.
+    ) -> Held:
+        """Return the predicted direction from noise to picture, held by the library.
 
         With guidance it is positive + weight * (positive - negative). ``caches`` are those of the
         positive and the negative caption.
@@ -122,25 +128,24 @@ class Denoiser:
         library = self.networks.library
         typed = library.to_array(latents)
 
-        def predict_velocity(caption: Caption, cache: Any) -> Floats:
+        def predict_velocity(caption: Caption, cache: Any) -> Held:
             # It may have been released since the last step
             transformer = self.networks.transformer.get()
             inputs = typed, time, caption, conditioning.inputs, cache
-            return library.to_floats(self.family.predict_velocity(transformer, *inputs))
+            return library.hold(self.family.predict_velocity(transformer, *inputs))
 
         towards = predict_velocity(conditioning.positive, caches[0])
         if conditioning.negative is None or time > conditioning.end:
             return towards
         away = predict_velocity(conditioning.negative, caches[1])
-        guided: Floats = towards + np.float32(conditioning.weight) * (towards - away)
+        guided = towards + float(conditioning.weight) * (towards - away)
         if not conditioning.normalization:
             return guided
-        limit = conditioning.normalization * float(np.linalg.norm(towards))
-        length = float(np.linalg.norm(guided))
-        return guided * np.float32(limit / length) if length > limit else guided
+        length = conditioning.normalization * library.measure(towards)
+        return library.limit_length(guided, length)
 
     def preview(
-        self, before: Floats, after: Floats, schedule: Schedule, step: int
+        self, before: Held, after: Held, schedule: Schedule, step: int
     ) -> npt.NDArray[np.uint8]:
         """Return the picture predicted at step ``step`` (from 0), at half its size.
 
@@ -151,7 +156,7 @@ class Denoiser:
         end = float(schedule.sigmas[-1])
         predicted = before + (after - before) * ((sigma - end) / (sigma - lower))
         if self.family.draft is not None:
-            return self.family.draft(predicted)
+            return self.family.draft(self.networks.library.to_floats(predicted))
         # smaller latents could change the colours
         return downsample(self.networks.decode(predicted))
 

@@ -47,6 +47,8 @@ class OffloadedModule(Generic[N, C]):
         self.config, self.size, self.adaptation, self.skipped = config, size, adaptation, skipped
         self._load, self._clear = load, clear
         self._network: N | None = None
+        # Copies the weights to the memory of this machine, until the argument is true
+        self.keep: Callable[[Callable[[], bool]], None] = lambda _: None
 
     @property
     def is_loaded(self) -> bool:

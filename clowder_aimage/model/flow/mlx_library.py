@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +16,10 @@ from clowder_aimage.model.compute.attention import MAX_SCORES
 from clowder_aimage.model.flow.array_library import Floats
 from clowder_aimage.model.flow.component import ModelComponents
 from clowder_aimage.model.flow.memory_budget import Module, OffloadedModule
+from clowder_aimage.model.flow.pixels import to_pixels
 from clowder_aimage.model.flow.step_cache import StepCache
 from clowder_aimage.model.library_choice import describe_unused_gpu
+from clowder_aimage.model.rounding import EAGER
 from clowder_aimage.model.weights import ModelWeights
 from clowder_aimage.tensor.blas import is_fast
 
@@ -29,6 +32,14 @@ class MlxMemory:
     @property
     def is_shared(self) -> bool:
         return not is_on_gpu()
+
+    @property
+    def is_discrete(self) -> bool:
+        return is_on_gpu() and sys.platform != "darwin"
+
+    @property
+    def occupied(self) -> int:
+        return int(mx.get_active_memory() + mx.get_cache_memory())
 
     @property
     def total(self) -> int | None:
@@ -55,11 +66,17 @@ class MlxLibrary:
     def __init__(self, dtype: mx.Dtype) -> None:
         self.dtype, self.itemsize = dtype, int(dtype.size)
         self.memory = MlxMemory()
+        # Its arrays are loaded from files again
+        self.host_room = 0
         self.warning = None if is_on_gpu() else describe_unused_gpu("MLX", _OTHER)
 
     @property
     def dtype_name(self) -> str:
         return str(self.dtype).removeprefix("mlx.core.")
+
+    @property
+    def forward(self) -> str:
+        return EAGER
 
     def describe(self) -> str:
         return describe()
@@ -68,11 +85,24 @@ class MlxLibrary:
         array = mx.array(values)
         return array.astype(self.dtype) if np.issubdtype(values.dtype, np.floating) else array
 
-    def to_floats(self, array: mx.array) -> Floats:
-        return np.array(array.astype(mx.float32))
+    def to_floats(self, array: mx.array | Floats) -> Floats:
+        return array if isinstance(array, np.ndarray) else np.array(array.astype(mx.float32))
 
-    def to_colours(self, array: mx.array) -> Floats:
-        return self.to_floats(mx.clip(array * 0.5 + 0.5, 0, 1))
+    def hold(self, values: mx.array | Floats) -> Floats:
+        return self.to_floats(values)
+
+    def measure(self, values: Floats) -> float:
+        return float(np.linalg.norm(values))
+
+    def limit_length(self, values: Floats, length: float) -> Floats:
+        own = self.measure(values)
+        return values * np.float32(length / own) if own > length else values
+
+    def pace(self) -> None:
+        """Do nothing: numbers that are held have been computed."""
+
+    def to_pixels(self, array: mx.array) -> npt.NDArray[np.uint8]:
+        return to_pixels(self.to_floats(mx.clip(array * 0.5 + 0.5, 0, 1)))
 
     def evaluate(self, *arrays: Any) -> None:
         mx.eval(*arrays)

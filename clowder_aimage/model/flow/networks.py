@@ -11,11 +11,10 @@ import numpy.typing as npt
 
 from clowder_aimage.errors import FormatError, ModelError, UsageError
 from clowder_aimage.formats import controlnet
-from clowder_aimage.model.flow.array_library import ArrayLibrary, Floats
+from clowder_aimage.model.flow.array_library import ArrayLibrary
 from clowder_aimage.model.flow.component import ModelComponents, NetworkKinds
 from clowder_aimage.model.flow.config import AutoencoderConfig, TextEncoderConfig
 from clowder_aimage.model.flow.memory_budget import MemoryBudget, Module, OffloadedModule
-from clowder_aimage.model.flow.pixels import to_pixels
 from clowder_aimage.model.flow.state import CACHED_TEXTS
 from clowder_aimage.model.flow.tokenizer import PromptTokens, Tokenizer
 from clowder_aimage.model.pipeline import StoredControlNet
@@ -141,10 +140,6 @@ class FlowNetworks:
             message = f"{label} does not fit the model: {error.message}"
             raise FormatError(message, hint=error.hint) from None
 
-    def decode(self, latents: Floats) -> npt.NDArray[np.uint8]:
-        """Decode latents (channels, height, width) to RGB. Raises ModelError: NaN or infinity."""
-        pixels = self.library.to_colours(self.vae.get().decode(self.library.to_array(latents)))
-        # Clipping does not remove NaN, and a cast to bytes would hide it in a black picture
-        if not np.isfinite(pixels).all():
-            raise ModelError("the model computed NaN or infinite values")
-        return to_pixels(pixels)
+    def decode(self, latents: Any) -> npt.NDArray[np.uint8]:
+        """Decode held latents (channels, height, width) to RGB. Raises ModelError: NaN."""
+        return self.library.to_pixels(self.vae.get().decode(self.library.to_array(latents)))

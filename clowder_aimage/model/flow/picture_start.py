@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -30,14 +31,22 @@ class EncodedPicture:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PictureStart:
-    """The latents of the first step; ``clean`` and ``noise`` are those of the original picture."""
+    """The latents of the first step; ``clean`` and ``noise`` are those of the original picture.
 
-    latents: Floats
-    clean: Floats
-    noise: Floats
-    cells: Floats | None = None
+    They are of numpy, or held by a library.
+    """
 
-    def keep(self, latents: Floats, sigma: float) -> Floats:
+    latents: Any
+    clean: Any
+    noise: Any
+    cells: Any = None
+
+    def hold(self, hold: Callable[[Floats], Any]) -> PictureStart:
+        """Return it with numbers that the library of ``hold`` holds."""
+        cells = None if self.cells is None else hold(self.cells)
+        return PictureStart(hold(self.latents), hold(self.clean), hold(self.noise), cells)
+
+    def keep(self, latents: Any, sigma: float) -> Any:
         """Return latents at a noise level with the unpainted cells of the picture."""
         if self.cells is None:
             return latents

@@ -23,6 +23,7 @@ from clowder_aimage.model.torch.adapted_network import TorchAdaptation
 from clowder_aimage.model.torch.layer_offload import LayerOffload, compute_least_count, iter_layers
 from clowder_aimage.model.torch.library import TorchLibrary, computing
 from clowder_aimage.model.torch.tuning import tune
+from clowder_aimage.model.torch.weight_load import keep_on_host
 from clowder_aimage.model.weights import ModelWeights
 
 # A counter of the training, without a parameter here
@@ -30,7 +31,6 @@ _COUNTERS = ("num_batches_tracked",)
 _FACTORIES = (torch.empty, torch.ones, torch.zeros)
 # The functions of torch.nn.init that fill parameters
 _FILLING = (torch.Tensor.fill_, torch.Tensor.zero_)
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class TorchNetwork(Protocol):
@@ -95,10 +95,14 @@ class TorchComponents(ModelComponents):
         least = sum(counts.values())
         if library.can_offload(types):
             least = compute_least_count(network.module, counts)
-        load = _NetworkLoader(library, weights, parameters, build_empty, network).load
+        loader = _NetworkLoader(library, weights, parameters, build_empty, network)
         request_adaptation = adaptation if is_adapted else None
         sizes = sum(counts.values()) * library.itemsize, least * library.itemsize
-        return LayeredModule(config, sizes, load, request_adaptation, library.memory.clear, skipped)
+        module: Module = LayeredModule(
+            config, sizes, loader.load, request_adaptation, library.memory.clear, skipped
+        )
+        module.keep = loader.keep
+        return module
 
 
 class _NetworkLoader:
@@ -122,12 +126,25 @@ class _NetworkLoader:
     @computing
     def load(self, *, in_layers: bool) -> TorchNetwork:
         """Return the network with its tensors; ``in_layers`` as of ``_fill``."""
-        network = self._checked or self._make()
+        network, is_again = self._checked or self._make(), self._checked is None
         self._checked = None
-        self._fill(network, in_layers=in_layers)
+        self._fill(network, in_layers=in_layers, is_again=is_again)
         return network
 
-    def _fill(self, network: TorchNetwork, *, in_layers: bool) -> None:
+    def keep(self, is_stopped: Callable[[], bool]) -> None:
+        """Copy the weights to the memory of this machine, for the next load, if there is room.
+
+        Raises StoreError.
+        """
+        cache = self._library.host
+        for name in self._parameters:
+            for values in self._weights.find(name).ranges:
+                if is_stopped():
+                    return
+                if cache.find(values) is None and keep_on_host(values, cache) is None:
+                    return
+
+    def _fill(self, network: TorchNetwork, *, in_layers: bool, is_again: bool) -> None:
         """Give a network its tensors, in the compute type, and recompute tables that no file has.
 
         ``in_layers``: tensors of layers stay as they are until the layer runs. The names were
@@ -137,19 +154,20 @@ class _NetworkLoader:
         modules, layers = dict(module.named_modules()), {}
         if in_layers:
             layers = dict(iter_layers(module))
-        for name, parameter in self._parameters.items():
-            stored = self._weights.read_torch(name)
-            # A blob that was still arriving at the check has its type verified here
-            if stored.dtype not in _FLOATS:
-                raise _build_type_error(self._weights.component, name)
-            path, _, key = parameter.rpartition(".")
-            is_later = ".".join(parameter.split(".", 2)[:2]) in layers
-            value = stored if is_later else stored.to(library.device, library.dtype)
-            kind = "_parameters" if key in vars(modules[path])["_parameters"] else "_buffers"
-            if kind == "_parameters":
-                value = torch.nn.Parameter(value, requires_grad=False)
-            # ``setattr`` takes several times as long
-            vars(modules[path])[kind][key] = value
+        with library.begin_load(is_again=is_again) as load:
+            for name, parameter in self._parameters.items():
+                tensor = self._weights.find(name)
+                # A blob that was still arriving at the check has its type verified here
+                if tensor.quantization is None and tensor.dtype not in FLOATS:
+                    raise _build_type_error(self._weights.component, name)
+                path, _, key = parameter.rpartition(".")
+                is_later = ".".join(parameter.split(".", 2)[:2]) in layers
+                value = self._weights.read_torch(name) if is_later else load.read(tensor)
+                kind = "_parameters" if key in vars(modules[path])["_parameters"] else "_buffers"
+                if kind == "_parameters":
+                    value = torch.nn.Parameter(value, requires_grad=False)
+                # ``setattr`` takes several times as long
+                vars(modules[path])[kind][key] = value
         for layer in layers.values():
             LayerOffload(layer, library.device, library.dtype)
         module.eval()

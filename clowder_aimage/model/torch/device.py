@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import re
 import warnings
 
@@ -12,6 +13,7 @@ from clowder_aimage.errors import UsageError
 from clowder_aimage.model.library_choice import describe_unused_gpu
 
 CUDA, MPS, CPU = "cuda", "mps", "cpu"
+_TF32 = "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"
 _NAME = re.compile(r"cpu|mps|cuda(:\d{1,3})?", re.ASCII)
 
 
@@ -57,6 +59,22 @@ def select_device(name: str | None = None) -> str:
     usable = ", ".join(list_devices())
     hint = f"the devices that PyTorch sees: {usable}"
     raise UsageError(message, hint=hint, remedy="other_device", devices=usable)
+
+
+def compute_exactly(device: str, *, is_reproducible: bool = False) -> None:
+    """Compute float32 in float32 on a GPU of NVIDIA, and ``is_reproducible`` as the last time.
+
+    PyTorch allows convolutions in TF32, which has the precision of 10 bits. Its variable
+    TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 asks for TF32, and leaves its settings as they are.
+    """
+    if device.partition(":")[0] != CUDA:
+        return
+    if is_reproducible:
+        torch.backends.cudnn.deterministic = True
+    if os.environ.get(_TF32) == "1":
+        return
+    torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_tf32 = False
 
 
 def describe_unused_device(name: str | None) -> str | None:

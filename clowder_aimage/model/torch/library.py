@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -12,10 +14,23 @@ import torch
 
 from clowder_aimage.errors import ModelError, NoMemoryError
 from clowder_aimage.model.flow.array_library import MIB, Floats
+from clowder_aimage.model.flow.pixels import check_numbers
 from clowder_aimage.model.library_choice import TorchTuning, choose_dtype_name
-from clowder_aimage.model.torch.device import CPU, CUDA, MPS, describe_unused_device, select_device
+from clowder_aimage.model.rounding import COMPILED, EAGER
+from clowder_aimage.model.torch.compile_cache import keep_compiled
+from clowder_aimage.model.torch.device import (
+    CPU,
+    CUDA,
+    MPS,
+    compute_exactly,
+    describe_unused_device,
+    select_device,
+)
+from clowder_aimage.model.torch.device_queue import do_nothing, open_queue
+from clowder_aimage.model.torch.host_cache import HostCache
 from clowder_aimage.model.torch.step_cache import TorchStepCache
 from clowder_aimage.model.torch.tuning import check_compiler
+from clowder_aimage.model.torch.weight_load import WeightLoad, begin_load
 
 # Bytes of attention scores at a time
 _SCORES = 256 * MIB
@@ -28,6 +43,8 @@ _NO_GPU_MEMORY = ("MPS backend out of memory", "Invalid buffer size: ")
 _TYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 # Tenths of a GPU's memory that are used; the driver and other programs need some
 _GRANTED = 9
+# Bytes of a process on a GPU of NVIDIA, before it computes
+_CONTEXT = 512 * MIB
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -42,6 +59,20 @@ class TorchMemory:
     def __init__(self, device: str) -> None:
         self.kind, self.is_shared = device.partition(":")[0], device == CPU
         self._device = torch.device(device)
+
+    @property
+    def is_discrete(self) -> bool:
+        if self.kind != CUDA:
+            return False
+        properties = torch.cuda.get_device_properties(self._device)
+        return not getattr(properties, "is_integrated", False)
+
+    @property
+    def occupied(self) -> int:
+        """The memory that PyTorch has reserved, and that of a context of CUDA."""
+        if self.kind == CUDA:
+            return int(torch.cuda.memory_reserved(self._device)) + _CONTEXT
+        return self.active
 
     @property
     def total(self) -> int | None:
@@ -121,6 +152,10 @@ class TorchLibrary:
         self.device, self.dtype, self.itemsize = device, dtype, int(dtype.itemsize)
         self.memory, self.tuning = TorchMemory(device), tuning or TorchTuning()
         self.warning: str | None = None
+        self._queue = open_queue(device)
+        self.host = HostCache(self._queue)
+        # Waits for the last step
+        self._last_step = do_nothing
 
     @classmethod
     def create(cls, dtype: str | None, tuning: TorchTuning | None = None) -> TorchLibrary:
@@ -130,17 +165,33 @@ class TorchLibrary:
         """
         tuning = tuning or TorchTuning()
         device = select_device(tuning.device)
+        compute_exactly(device, is_reproducible=tuning.reproducible)
         library = cls(
             device, getattr(torch, choose_dtype_name(dtype, is_gpu=device != CPU)), tuning
         )
         library.warning = describe_unused_device(tuning.device)
         if tuning.compile:
+            if tuning.compiled is not None:
+                keep_compiled(Path(tuning.compiled), device)
             check_compiler(device)
         return library
 
     @property
+    def host_room(self) -> int:
+        """The bytes of this machine's memory for weights that are not on the device."""
+        return self.host.room
+
+    @host_room.setter
+    def host_room(self, size: int) -> None:
+        self.host.room = size
+
+    @property
     def dtype_name(self) -> str:
         return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def forward(self) -> str:
+        return COMPILED if self.tuning.compile else EAGER
 
     def describe(self) -> str:
         """Return PyTorch's version and device, such as ``torch 2.13.0 cpu``."""
@@ -159,10 +210,23 @@ class TorchLibrary:
             return False
         return self.device != CPU or (None not in types and {*types} != {_TYPES[self.dtype]})
 
+    def begin_load(self, *, is_again: bool = False) -> AbstractContextManager[WeightLoad]:
+        """Return a context that loads tensors to the device in the compute type.
+
+        ``is_again``: they were released before, and may be loaded once more.
+        """
+        return begin_load(self.device, self.dtype, self._queue, self.host, keeps=is_again)
+
     @computing
-    def to_array(self, values: npt.NDArray[Any]) -> torch.Tensor:
-        tensor = torch.from_numpy(np.ascontiguousarray(values)).to(self.device)
+    def to_array(self, values: npt.NDArray[Any] | torch.Tensor) -> torch.Tensor:
+        tensor = self._copy(values)
         return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
+
+    def _copy(self, values: npt.NDArray[Any] | torch.Tensor) -> torch.Tensor:
+        """Return values on the device."""
+        if isinstance(values, torch.Tensor):
+            return values
+        return torch.from_numpy(np.ascontiguousarray(values)).to(self.device)
 
     @computing
     def to_floats(self, array: torch.Tensor) -> Floats:
@@ -170,8 +234,35 @@ class TorchLibrary:
         return values
 
     @computing
-    def to_colours(self, array: torch.Tensor) -> Floats:
-        return self.to_floats((array * 0.5 + 0.5).clamp(0, 1))
+    def hold(self, values: npt.NDArray[Any] | torch.Tensor) -> torch.Tensor:
+        return self._copy(values).to(torch.float32)
+
+    @computing
+    def measure(self, values: torch.Tensor) -> torch.Tensor:
+        return torch.linalg.vector_norm(values)
+
+    @computing
+    def limit_length(self, values: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
+        # A comparison would wait for the device; the quotient of zeros is NaN
+        return values * (length / self.measure(values)).nan_to_num(1.0).clamp(max=1)
+
+    def pace(self) -> None:
+        previous, self._last_step = self._last_step, self._queue.mark()
+        previous()
+
+    @computing
+    def to_pixels(self, array: torch.Tensor) -> npt.NDArray[np.uint8]:
+        colours = (array * 0.5 + 0.5).clamp(0, 1).to(torch.float32)
+        # Clipping does not remove NaN, and a cast to bytes would hide it in a black picture
+        is_finite = torch.isfinite(colours).all()
+        pixels: npt.NDArray[np.uint8] = self._to_bytes(colours).to(CPU).numpy()
+        check_numbers(is_finite=bool(is_finite))
+        return pixels
+
+    @staticmethod
+    def _to_bytes(colours: torch.Tensor) -> torch.Tensor:
+        """Return values from 0 to 1 as bytes on their device, rounded half to even."""
+        return (colours * 255).round().to(torch.uint8).contiguous()
 
     def evaluate(self, *arrays: Any) -> None:  # noqa: ARG002 - nothing is lazy
         return

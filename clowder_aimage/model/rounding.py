@@ -1,0 +1,50 @@
+"""How the numbers of a picture are rounded, and how far two pictures may differ by it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+# The forms in which layers are computed
+EAGER, COMPILED = "eager", "compiled"
+# Of 255: in float32, and for pictures of a batch (tests/parity)
+_EXACT = 1
+# Measured at 1024 x 1024 in bfloat16 on an H100: MLX and PyTorch 9, PyTorch and diffusers 6
+_BFLOAT16 = 9
+
+
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """How a picture was computed: library with version and device, form, type, pictures at once."""
+
+    backend: str
+    forward: str
+    dtype: str
+    batch: int
+
+    @classmethod
+    def read(cls, metadata: Mapping[str, Any]) -> Rounding:
+        """Return that of a picture; what it does not state is eager, and alone."""
+        batch = metadata.get("batch", 1)
+        return cls(
+            str(metadata.get("backend", "")),
+            str(metadata.get("forward", EAGER)),
+            str(metadata.get("dtype", "")),
+            batch if type(batch) is int else 1,
+        )
+
+    def compute_bound(self, other: Rounding) -> int:
+        """Return the largest difference that was measured, of 255; 0 if both round alike."""
+        if self == other:
+            return 0
+        is_exact = self.dtype == other.dtype == "float32"
+        is_batch = replace(self, batch=1) == replace(other, batch=1)
+        return _EXACT if is_exact or is_batch else _BFLOAT16
+
+    def __str__(self) -> str:
+        parts = [self.backend or "an unknown library"]
+        parts += [self.forward] if self.forward != EAGER else []
+        parts += [self.dtype] if self.dtype else []
+        parts += [f"{self.batch} at once"] if self.batch > 1 else []
+        return ", ".join(parts)
