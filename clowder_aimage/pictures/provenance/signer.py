@@ -35,10 +35,11 @@ _COMMAND_DEADLINE = 10.0
 # Bytes of a key, or of a chain of certificates
 _MAX_FILE = 1 << 20
 # Nothing of a picture, and no certificate, makes the library send a request
-OFFLINE = {"remote_manifest_fetch": False, "ocsp_fetch": False}
+_OFFLINE = {"remote_manifest_fetch": False, "ocsp_fetch": False}
 _SETTINGS = {
+    "core": {"allowed_network_hosts": [], "decode_identity_assertions": False},
     "builder": {"thumbnail": {"enabled": False}},
-    "verify": {**OFFLINE, "verify_after_sign": False, "verify_trust": False},
+    "verify": {**_OFFLINE, "verify_after_sign": False, "verify_trust": False},
 }
 _CURVES = {"secp256r1": "ES256", "secp384r1": "ES384", "secp521r1": "ES512"}
 
