@@ -543,7 +543,7 @@ class Engine:
             outcome = "refused" if isinstance(error, UsageError) else "failed"
             if isinstance(error, NoMemoryError) and isinstance(parameters, GenerateRequest):
                 # Its process frees all memory; other requests load the model again
-                self._scheduler.unload(model, "memory")
+                self._scheduler.unload(model, "memory", may_sleep=False)
             raise
         finally:
             deadline.cancel()

@@ -608,17 +608,21 @@ class ModelScheduler:
         self._drop(model)
         self.arrange()
 
-    def unload(self, model: ModelSlot, reason: str) -> asyncio.Task[Any] | None:
-        """Unload a model or cancel its load; return the task that ends when its memory is free."""
+    def unload(
+        self, model: ModelSlot, reason: str, *, may_sleep: bool = True
+    ) -> asyncio.Task[Any] | None:
+        """Unload a model or cancel its load; return the task that ends when its memory is free.
+
+        One that is unloaded for another one may sleep, if it is on a GPU with its own memory.
+        """
         load, runner = model.load, model.runner
         # A second cancellation would not wait for the process
         if load is not None and not load.cancelling():
             load.cancel()
         model.runner = None
         model.served.clear()
-        # It may be needed again, and the memory is that of the GPU
-        may_sleep = reason in ("room", "memory") and not model.is_stopped
-        if runner is not None and runner.is_discrete and may_sleep:
+        is_for_other = reason in ("room", "memory") and not model.is_stopped
+        if runner is not None and runner.is_discrete and is_for_other and may_sleep:
             model.sleeper = runner
         self._drop(model)
         if runner is None:

@@ -1,4 +1,4 @@
-"""How the numbers of a picture are rounded, and how far two pictures may differ by it."""
+"""The rounding of a picture's numbers: what decides it, and how far two pictures differ by it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _BFLOAT16 = 9
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """How a picture was computed: library with version and device, form, type, pictures at once."""
+    """The computation of a picture: library with version and device, form, type, batch."""
 
     backend: str
     forward: str

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +11,7 @@ import pytest
 
 from clowder_aimage import __version__
 from clowder_aimage.layout.compiled import open_compiled
+from tests.process import run
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("diffusers")
@@ -83,9 +83,10 @@ def test_a_second_process_compiles_nothing(tmp_path: Path) -> None:
     outputs = []
     for _ in range(2):
         command = [sys.executable, "-c", _PROGRAM, str(tmp_path)]
-        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": ""}
-        del environment["TORCHINDUCTOR_CACHE_DIR"]
-        done = subprocess.run(command, env=environment, text=True, capture_output=True, check=True)
+        environment = {**os.environ}
+        environment.pop("TORCHINDUCTOR_CACHE_DIR", None)
+        done = run(command, env=environment, text=True)
+        assert not done.returncode, done.stderr
         outputs.append(done.stdout.split())
     assert outputs[0][0] == outputs[1][0]
     assert outputs[0][1:] == ["0", "1"] and outputs[1][2] == "0" and int(outputs[1][1])

@@ -1,4 +1,4 @@
-"""How a picture was computed, and how far another one may differ."""
+"""The computation of a picture, and the difference of another one."""
 
 from __future__ import annotations
 
