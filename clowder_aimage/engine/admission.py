@@ -7,11 +7,12 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from clowder_aimage.errors import AImageError, ModelError
 from clowder_aimage.model.library_choice import list_places
+from clowder_aimage.pictures.provenance.signing_settings import SigningSettings
 
 FOR_EVER = math.inf
 # Parts of a request in the end of a process
@@ -19,7 +20,7 @@ GUILTY, SUSPECT, INNOCENT = "guilty", "suspect", "innocent"
 _UNKNOWN, _LONGEST = 5, 300  # seconds to wait
 _LOAD_OPTIONS = (
     *("dtype", "text_encoder"),
-    *("memory", "lora_dir", "context", "parallel"),
+    *("memory", "lora_dir", "context", "parallel", "mark"),
 )
 _TUNING = ("compile", "attention", "device", "compute", "reproducible")
 # Requests that wait at most, however short the wait is estimated
@@ -50,7 +51,8 @@ class EngineLimits:
     cancelled request before it is killed. lora_dir: a directory of adapters, or None. parallel:
     requests that a language model serves at once. context: tokens of a request to a language
     model at most, or None for the model's. enhancer: the reference of a language model that is
-    loaded beside others, and is not one of ``models``.
+    loaded beside others, and is not one of ``models``. mark: say in picture files that a machine
+    made them. signing: with which key they are signed, or None.
     """
 
     queue: int = 8
@@ -77,6 +79,8 @@ class EngineLimits:
     parallel: int = 16
     context: int | None = None
     enhancer: str | None = None
+    mark: bool = True
+    signing: SigningSettings | None = None
 
     @property
     def places(self) -> tuple[str | None, ...]:
@@ -98,7 +102,8 @@ class EngineLimits:
             "dtype": self.dtype,
             "tuning": {field: getattr(self, field) for field in _TUNING},
         }
-        return options | {"library": library}
+        signing = None if self.signing is None else asdict(self.signing)
+        return options | {"library": library, "signing": signing}
 
 
 @dataclass(slots=True)

@@ -81,6 +81,9 @@ class ModelProcess:
         self._is_stuck = False
         # No more blobs will arrive
         self._is_complete = False
+        # Of the files of pictures
+        self._is_marked = True
+        self._signer: Any = None
         self._model: Any = None
         # Of a pipeline: the request that its memory is planned for
         self._defaults: Any = None
@@ -243,6 +246,7 @@ class ModelProcess:
         # Not with a GPU: its driver maps more than the machine's memory
         if self._model.device_memory is None:
             machine.limit_memory(machine.read_memory_limit())
+        self._set_marking(command)
         self._set_memory(command)
         # The texts of a waiting request are encoded while other blobs arrive
         if command.get("request"):
@@ -271,6 +275,15 @@ class ModelProcess:
         self._reserve(command)
         with self._reporting():
             self._preload()
+
+    def _set_marking(self, command: frame.Message) -> None:
+        from clowder_aimage.pictures.provenance.signer import PictureSigner
+        from clowder_aimage.pictures.provenance.signing_settings import SigningSettings
+
+        self._is_marked = command["mark"]
+        if command.get("signing"):
+            settings = SigningSettings.of_json(command["signing"])
+            self._signer = PictureSigner.open(settings, partial(_log.warning, "%s"))
 
     def _set_memory(self, command: frame.Message) -> None:
         from clowder_aimage.model.flow.memory_budget import AUTO
@@ -360,7 +373,8 @@ class ModelProcess:
         # Metadata has the digest in a separate field
         name = command["reference"].partition("@")[0]
         model = self._open_variant(command)
-        metadata = describe_picture(Reference.parse(name), model, request)
+        marking = model.plan_marking(request, self._signer, is_marked=self._is_marked)
+        metadata = describe_picture(Reference.parse(name), model, request, marking)
         # Raises here, not on the first iteration, if the request cannot be served
         events = model.generate(request)
         self._send("started", request_id, warnings=metadata.get("warnings", []))
@@ -369,13 +383,20 @@ class ModelProcess:
                 if isinstance(event, Step):
                     self._send("step", request_id, **asdict(event))
                 else:
-                    send = partial(self._send_picture, request_id, event, metadata, encoding)
+                    send = partial(
+                        self._send_picture, request_id, event, metadata, encoding, marking
+                    )
                     self._sender.put(request_id, send)
 
     def _send_picture(
-        self, request_id: int, event: Any, metadata: dict[str, Any], encoding: Any
+        self,
+        request_id: int,
+        event: Any,
+        metadata: dict[str, Any],
+        encoding: Any,
+        marking: Any,
     ) -> None:
-        """Encode and send a picture, or a preview, unless its request was cancelled."""
+        """Encode, sign and send a picture, or a preview, unless its request was cancelled."""
         from clowder_aimage.model.picture import encode_picture
         from clowder_aimage.model.pipeline import Image
         from clowder_aimage.pictures.generated_picture import encode_image
@@ -383,12 +404,13 @@ class ModelProcess:
         if self._is_cancelled(request_id):
             return
         if isinstance(event, Image):
-            encoded = encode_image(event, metadata, encoding)
+            encoded = encode_image(event, metadata, encoding, marking)
             names = ("seed", "picture", "width", "height")
             size = {name: getattr(event, name) for name in names}
             self._send("image", request_id, encoded.data, **size, facts=encoded.facts)
         else:
-            data = encode_picture(event.pixels, None, encoding.kind, encoding.quality)
+            kind, quality = encoding.kind, encoding.quality
+            data = encode_picture(event.pixels, None, kind, quality, marking.mark)
             self._send("preview", request_id, data, number=event.number, picture=event.picture)
 
     def _open_variant(self, command: frame.Message) -> Any:
