@@ -130,6 +130,10 @@ _ELSEWHERE = {
     "whoami": "'aimage login HOST' checks the stored credentials of a registry",
 }
 
+# New objects after which garbage is collected: more than imports create. They leave none, and its
+# collection would take a tenth of a short command.
+_MAX_NEW_OBJECTS = 50_000
+_USUAL_THRESHOLDS = gc.get_threshold()
 # What 'aimage' alone shows.
 _FIRST_VERBS = {
     "run": "shapes two red circles",
@@ -162,10 +166,10 @@ class _Verbs(VerbGroup):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
         if cmd_name not in VERBS:
             return None
-        # Imports leave no garbage, and a collection then would take a tenth of 'ls'.
-        gc.disable()
         module = importlib.import_module(f"clowder_aimage.cli.verbs.{VERBS[cmd_name][0]}")
-        gc.enable()
+        if cmd_name in GROUPS["Models"] or cmd_name in GROUPS["Services"]:
+            # Their garbage may be large.
+            gc.set_threshold(*_USUAL_THRESHOLDS)
         command: click.Command = getattr(module, cmd_name)
         return command
 
@@ -275,6 +279,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 def main() -> NoReturn:
     """Run the command line and exit without joining threads that wait for the network."""
+    gc.set_threshold(_MAX_NEW_OBJECTS)
     interruption.install()
     _open_standard_streams()
     # Libraries warn about values from models and pictures.

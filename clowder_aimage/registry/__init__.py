@@ -1,7 +1,6 @@
-"""The distribution client (OCI distribution-spec 1.1); importing it imports requests."""
+"""The distribution client (OCI distribution-spec 1.1); importing it imports urllib3."""
 
 from clowder_aimage.registry.client_options import ClientOptions
-from clowder_aimage.registry.credential import login, logout
 from clowder_aimage.registry.host_settings import DialectCache
 from clowder_aimage.registry.listing import is_generated, list_repositories
 from clowder_aimage.registry.mount import MountHolders, MountOrigins
@@ -17,6 +16,4 @@ __all__ = [
     "UnlistedReferrerError",
     "is_generated",
     "list_repositories",
-    "login",
-    "logout",
 ]

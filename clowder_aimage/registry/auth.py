@@ -14,7 +14,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from clowder_aimage.errors import UnauthorizedError
@@ -36,7 +36,9 @@ from clowder_aimage.registry.docker_config import (
     read_source,
 )
 from clowder_aimage.registry.reach import Boundary, OutsideError
-from clowder_aimage.registry.token_exchange import SendOnce, TokenExchange
+
+if TYPE_CHECKING:
+    from clowder_aimage.registry.token_exchange import SendOnce, TokenExchange
 
 # Seconds that a token without expires_in is valid.
 _LIFE = 60.0
@@ -292,6 +294,9 @@ class Authenticator:
         self, challenge: _Challenge, scopes: list[str], credential: Credential
     ) -> tuple[str | None, TokenExchange]:
         """Return the token for a credential, or None if there is none, and the exchange."""
+        # oras-py and requests: most registries in a private network require no token.
+        from clowder_aimage.registry.token_exchange import TokenExchange
+
         exchange = TokenExchange(self._send)
         try:
             token = exchange.request_token(challenge.realm, challenge.service, scopes, credential)

@@ -1,13 +1,11 @@
-"""Options of a connection to a registry, and the HTTP session with these options."""
+"""Options of a connection to a registry, and the connection pools with these options."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import re
 import ssl
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -15,28 +13,24 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import requests
-import requests.adapters
 import urllib3
 import urllib3.exceptions
 import urllib3.util.ssl_
 
 from clowder_aimage.errors import StoreError, UsageError
 from clowder_aimage.oci import Reference
-from clowder_aimage.registry.connection import Addresses, set_pools
+from clowder_aimage.registry.connection import Addresses
+from clowder_aimage.registry.connection_pool import ConnectionPools
 from clowder_aimage.registry.credential_helper import HelperQueries, Query
 from clowder_aimage.registry.credential_trace import OnCredential, WarningLog
 from clowder_aimage.registry.host_settings import HostSettings, list_certificates
 from clowder_aimage.registry.pace import PATIENCE, Paces
-from clowder_aimage.registry.proxy import find_proxy
 from clowder_aimage.registry.reach import Boundary, Reach
 from clowder_aimage.registry.trace import OnTrace
 
-_BLOCK_SIZE = 1024 * 1024
 DEFAULT_CONNECTIONS = 8
 # For the chunks of large blobs, if each connection is slow.
 DEFAULT_MAX_CONNECTIONS = 16
-MAX_CONNECTIONS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,64 +167,10 @@ class ClientOptions:
         return replace(options, basic_auth=None, headers={}, client_certificate=None).to(host)
 
 
-class HttpSession(requests.Session):
-    """A session with the proxies of the environment, and ``ca_bundle`` before REQUESTS_CA_BUNDLE.
-
-    Without such variables, macOS may have a proxy in the settings of the system.
-    """
-
-    ca_bundle: str | None = None
-
-    def __init__(self, boundary: Boundary) -> None:
-        super().__init__()
-        self.boundary = boundary
-
-    def merge_environment_settings(
-        self, url: Any, proxies: Any, stream: Any, verify: Any, cert: Any
-    ) -> Any:
-        settings = super().merge_environment_settings(url, proxies, stream, verify, cert)
-        parts = urlsplit(str(url))
-        proxy = find_proxy(str(url), os.environ)
-        if proxy or sys.platform != "darwin" or Reference(parts.netloc, "x").is_loopback:
-            settings["proxies"] = {parts.scheme: proxy} if proxy else {}
-        if self.verify is not True:
-            settings["verify"] = self.verify
-        elif settings["verify"] is True and self.ca_bundle is not None:
-            settings["verify"] = self.ca_bundle
-        return settings
-
-
-class _Adapter(requests.adapters.HTTPAdapter):
-    """Connections that write request bodies in large blocks (urllib3's default is 16 KiB)."""
-
-    def __init__(self, addresses: Addresses, boundary: Boundary, **options: Any) -> None:
-        self._options = {"blocksize": _BLOCK_SIZE} | options
-        self._addresses, self._boundary = addresses, boundary
-        super().__init__(pool_connections=4, pool_maxsize=MAX_CONNECTIONS)
-
-    def init_poolmanager(self, *args: Any, **kwargs: Any) -> None:
-        super().init_poolmanager(*args, **(self._options | kwargs))
-        set_pools(self.poolmanager, self._addresses, self._boundary)
-
-    def proxy_manager_for(self, proxy: Any, **kwargs: Any) -> Any:
-        is_new = proxy not in self.proxy_manager
-        manager = super().proxy_manager_for(proxy, **self._options, **kwargs)
-        if is_new:
-            set_pools(manager, self._addresses)
-        return manager
-
-    def close(self) -> None:
-        # Without this, urllib3 leaves idle connections to the garbage collector.
-        for manager in (self.poolmanager, *self.proxy_manager.values()):
-            for key in list(manager.pools.keys()):
-                manager.pools[key].close()
-        super().close()
-
-
-def open_session(
+def open_pools(
     connection: ClientOptions, host: str, boundary: Boundary | None = None
-) -> HttpSession:
-    """Open an HTTP session with the options of ``connection`` for a registry at ``host``.
+) -> ConnectionPools:
+    """Open connection pools with the options of ``connection`` for a registry at ``host``.
 
     ``boundary`` is by default that of the registry.
     Certificates from ``certs.d`` are presented to that origin only, not to the targets of redirects
@@ -238,27 +178,22 @@ def open_session(
     without certificates.
     """
     boundary = boundary or connection.build_boundary(host)
-    session = HttpSession(boundary)
-    session.headers["User-Agent"] = connection.user_agent
-    session.verify = not connection.insecure
+    pools = ConnectionPools(boundary, connection.addresses, user_agent=connection.user_agent)
     # The caller warns: urllib3's own warning shows source paths.
     if connection.insecure:
+        pools.verify = False
         urllib3.disable_warnings(urllib3.exceptions.InsecureRequestWarning)
     elif connection.ca_file is not None:
-        session.verify = str(connection.ca_file)
+        pools.verify = str(connection.ca_file)
         _check_authorities(connection.ca_file)
     elif connection.ca_bundle is not None:
-        session.ca_bundle = str(connection.ca_bundle)
-    for prefix in ("https://", "http://"):
-        session.mount(prefix, _Adapter(connection.addresses, boundary))
+        pools.ca_bundle = str(connection.ca_bundle)
     context = _create_ssl_context(connection, host)
     if context is not None:
-        session.mount(
-            f"https://{host}/", _Adapter(connection.addresses, boundary, ssl_context=context)
-        )
+        pools.set_context(host, context)
     for name in ("urllib3.connectionpool", "urllib3.util.retry"):
         logging.getLogger(name).addFilter(_hide_queries)
-    return session
+    return pools
 
 
 def _check_authorities(path: Path) -> None:

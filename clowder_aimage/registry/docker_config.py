@@ -1,7 +1,7 @@
 """docker's config.json and containers' auth.json.
 
-oras-py encodes credentials and knows the names of the local host. Its reader of these files is not
-used: it has neither keys with a path nor the two kinds of tokens, and merges files in any order.
+oras-py's reader of these files is not used: it has neither keys with a path nor the two kinds of
+tokens, and merges files in any order.
 
 Sources: docker CLI, "Configuration files"; containers-auth.json(5); docker-credential-helpers.
 """
@@ -10,15 +10,12 @@ from __future__ import annotations
 
 import base64
 import json
-import logging
 import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
-
-import oras.utils
 
 from clowder_aimage.content.atomic_file import write_file
 from clowder_aimage.content.open_directory import resolve
@@ -33,8 +30,6 @@ from clowder_aimage.registry.credential_helper import (
 from clowder_aimage.registry.credential_trace import CredentialTrace
 
 DOCKER_HUB_KEY = "https://index.docker.io/v1/"
-# Its messages could contain secrets.
-logging.getLogger("oras").setLevel(logging.CRITICAL + 1)
 # The user name that helpers give with an identity token.
 _IDENTITY_USER = "<token>"
 # The fields of an entry that have credentials.
@@ -147,16 +142,23 @@ def find_credential(
     """Return the credential for a repository from the first source that has one.
 
     In each: a key with a path, the host's own helper, the host's key, the helper for all hosts.
-    localhost and 127.0.0.1 are the same, as in oras-py. What is skipped is recorded.
+    localhost and 127.0.0.1 are the same. What is skipped is recorded.
     """
     for source in sources:
-        for host in oras.utils.iter_localhosts(registry):
+        for host in _list_local_names(registry):
             credential = _find(source, host, repository, trace, query)
             if credential is not None:
                 trace.add(credential.place, "found")
                 return credential
         trace.add_empty(source.place)
     return None
+
+
+def _list_local_names(registry: str) -> list[str]:
+    """Return the name of a registry, and the other one if it is localhost or 127.0.0.1."""
+    host, colon, port = registry.partition(":")
+    other = {"localhost": "127.0.0.1", "127.0.0.1": "localhost"}.get(host)
+    return [registry, other + colon + port] if other else [registry]
 
 
 def _find(
@@ -177,12 +179,12 @@ def _find(
 
 def may_have_credential(sources: Iterable[AuthSource], registry: str) -> bool:
     """Return True if a source has an entry of a registry, or a helper for it."""
-    hosts = {parse_scope(name) for name in oras.utils.iter_localhosts(registry)}
+    hosts = {parse_scope(name) for name in _list_local_names(registry)}
     return any(
         find_helper(source.config, name)
         or any((parse_scope(key) or "").partition("/")[0] in hosts for key in _get_auths(source))
         for source in sources
-        for name in oras.utils.iter_localhosts(registry)
+        for name in _list_local_names(registry)
     )
 
 

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 import urllib3
 
-from clowder_aimage.registry.client_options import ClientOptions, open_session
+from clowder_aimage.registry.client_options import ClientOptions, open_pools
 from clowder_aimage.registry.session import CONNECT_TIMEOUT, FIRST_READ_TIMEOUT
 from clowder_aimage.registry.transport import Transport
 
@@ -29,9 +29,9 @@ def probe(url: str, connection: ClientOptions, headers: Mapping[str, str]) -> Pr
     NetworkError.
     """
     host = urlsplit(url).netloc
-    with open_session(connection.to_mirror(host), host) as session:
+    with open_pools(connection.to_mirror(host), host) as pools:
         timeout = urllib3.Timeout(connect=CONNECT_TIMEOUT, read=FIRST_READ_TIMEOUT)
-        transport = Transport(session, host, on_exchange=connection.on_exchange)
+        transport = Transport(pools, host, on_exchange=connection.on_exchange)
         sent = {"Accept-Encoding": "identity", **headers}
         with closing(
             transport.send("GET", url, sent, timeout=timeout, max_redirects=0)

@@ -7,12 +7,13 @@ import operator
 import random
 import time
 from collections.abc import Callable
-from typing import TypeVar
-
-import tenacity
+from typing import TYPE_CHECKING, TypeVar
 
 from clowder_aimage.errors import ManifestRefusedError, NetworkError, RegistryError
 from clowder_aimage.registry.overload import OVERLOAD_STATUS
+
+if TYPE_CHECKING:
+    import tenacity
 
 # 501, 505, 507 and 511 are permanent conditions (RFC 9110, 4918, 6585)
 TRANSIENT_STATUS = frozenset({408, 429, *range(500, 600)}) - {501, 505, 507, 511}
@@ -80,11 +81,14 @@ def retry_call(
                 return function()
 
     try:
-        # This nearly always succeeds, and tenacity adds 7 % to the time of a request.
+        # This nearly always succeeds: tenacity adds 7 % to the time of a request, and its import
+        # takes 10 ms.
         return attempt()
     except Exception as error:
         if not is_transient(error):
             raise
+    import tenacity
+
     failures, progress_before = 1, progress()
 
     def is_last(_: tenacity.RetryCallState) -> bool:
@@ -109,6 +113,8 @@ def retry_write(write: Callable[[], bool], *, sleep: Callable[[float], None] = t
 
     Waits have jitter, so that clients that overwrite each other write at different times.
     """
+    import tenacity
+
     retryer = tenacity.Retrying(
         stop=tenacity.stop_after_attempt(ATTEMPTS),
         wait=tenacity.wait_random_exponential(multiplier=FIRST_WAIT, max=LONGEST_WAIT),

@@ -25,7 +25,7 @@ from clowder_aimage.errors import AImageError, RegistryError, UnauthorizedError,
 from clowder_aimage.oci import Digest, Reference, mediatype
 from clowder_aimage.oci.reference import DOCKER_HUB
 from clowder_aimage.registry.auth import Authenticator
-from clowder_aimage.registry.client_options import ClientOptions, open_session
+from clowder_aimage.registry.client_options import ClientOptions, open_pools
 from clowder_aimage.registry.credential_trace import CredentialTrace
 from clowder_aimage.registry.overload import OVERLOAD_STATUS, read_pause
 from clowder_aimage.registry.pace import FIRST_PATIENCE, Pace
@@ -80,7 +80,7 @@ class Session(AbstractContextManager["Session"]):
         scheme = "http" if connection.uses_http(self._registry) else "https"
         host = _DOCKER_HUB if self._registry in DOCKER_HUB else self._registry
         self.base = f"{scheme}://{host}"
-        self._http = open_session(connection, host)
+        self._pools = open_pools(connection, host)
         self._closed = threading.Event()
         self._clock, self._sleep = connection.clock, connection.sleep or self._closed.wait
         # Nothing waits for a mirror: there is the registry.
@@ -98,7 +98,7 @@ class Session(AbstractContextManager["Session"]):
         self._patience = min(FIRST_PATIENCE, self._later_patience)
         self._on_exchange = connection.on_exchange
         self._transport = Transport(
-            self._http,
+            self._pools,
             self._registry,
             own_headers=(self.base, connection.headers),
             on_exchange=self._on_exchange,
@@ -114,7 +114,7 @@ class Session(AbstractContextManager["Session"]):
         self._elsewhere = UploadTransport(connection, host, self._registry)
         basic = basic_auth or connection.basic_auth
         self._auth = Authenticator(
-            reference, connection, self._send_once, scheme, basic, self._http.boundary
+            reference, connection, self._send_once, scheme, basic, self._pools.boundary
         )
 
     def __exit__(self, *_: object) -> None:
@@ -124,7 +124,7 @@ class Session(AbstractContextManager["Session"]):
         """Close all connections; running threads cannot open new ones."""
         self._closed.set()
         self.mirrors.close()
-        self._http.close()
+        self._pools.close()
         self._elsewhere.close()
 
     def build_url(self, path: str) -> str:
@@ -339,7 +339,7 @@ class Session(AbstractContextManager["Session"]):
         """Send a request to a token service."""
         name = urlsplit(url).hostname or url
         report = self._on_exchange
-        transport = Transport(self._http, name, has_answered=True, on_exchange=report)
+        transport = Transport(self._pools, name, has_answered=True, on_exchange=report)
         timeout = _build_timeout(FIRST_READ_TIMEOUT)
         send = partial(transport.send, method, url, headers, body, timeout=timeout, max_redirects=0)
         return self._send_paced("token", url, body, send)
@@ -358,7 +358,7 @@ class Session(AbstractContextManager["Session"]):
             response = self._track(send)
             if self._closed.is_set():
                 response.close()
-                self._http.close()
+                self._pools.close()
                 self._elsewhere.close()
             if not self._is_refusal(response):
                 self._pace.record_success(kind, sent_at)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -26,6 +27,8 @@ from clowder_aimage.registry.response import RegistryResponse, build_response_er
 from clowder_aimage.registry.retry import TRANSIENT_STATUS
 
 _MAX_TOKEN_RESPONSE = 1024 * 1024
+# Its messages could contain secrets.
+logging.getLogger("oras").setLevel(logging.CRITICAL + 1)
 # Headers that oras-py adds, and that no service needs.
 _OWN_HEADERS = ("Service", "User-Agent")
 # Sends a method, URL, headers and body, and returns the response, without redirects.

@@ -1,8 +1,4 @@
-"""Requests over requests' connection pools, without requests' overhead for each.
-
-requests takes three times as long to prepare a request as urllib3 takes to send it. It is therefore
-used once per origin (proxy, certificates, pool), and the pool sends.
-"""
+"""Requests over connection pools, with redirects, and the errors for failed ones."""
 
 from __future__ import annotations
 
@@ -13,7 +9,6 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 from urllib.parse import urljoin, urlsplit
 
-import requests
 import urllib3
 from urllib3.exceptions import (
     ConnectTimeoutError,
@@ -28,6 +23,7 @@ from urllib3.exceptions import (
 from clowder_aimage.content import telemetry
 from clowder_aimage.errors import NetworkError, build_extra_error
 from clowder_aimage.registry.connection import TLS_ENDED, StreamBody
+from clowder_aimage.registry.connection_pool import ConnectionPools
 from clowder_aimage.registry.proxy import (
     build_connection_error,
     build_refusal,
@@ -35,7 +31,6 @@ from clowder_aimage.registry.proxy import (
     describe_way,
     is_refusal,
 )
-from clowder_aimage.registry.reach import Boundary
 from clowder_aimage.registry.response import RegistryResponse, build_timeout_error, is_overdue
 from clowder_aimage.registry.retry import BrokenOffError
 from clowder_aimage.registry.trace import (
@@ -72,33 +67,32 @@ class _Route(NamedTuple):
 
 
 class Transport:
-    """The sender of requests to ``registry``, as ``session`` is configured. Thread-safe.
+    """The sender of requests to ``registry`` over ``pools``. Thread-safe.
 
     ``own_headers`` are sent to one origin only. ``on_exchange`` gets each request.
     """
 
     def __init__(
         self,
-        session: requests.Session,
+        pools: ConnectionPools,
         registry: str,
         *,
         has_answered: bool = False,
         own_headers: tuple[str, Mapping[str, str]] = ("", {}),
         on_exchange: OnTrace | None = None,
     ) -> None:
-        self._session, self._registry = session, registry
-        self._boundary: Boundary | None = getattr(session, "boundary", None)
+        self._pools, self._registry = pools, registry
         self._own_headers = (parse_origin(own_headers[0]), own_headers[1])
         self._on_exchange = on_exchange
-        self._headers = {"Accept": "*/*", "User-Agent": str(session.headers["User-Agent"])}
+        self._headers = {"Accept": "*/*", "User-Agent": pools.user_agent}
         self._routes: dict[tuple[str, str, int], _Route] = {}
         # The same by the part of a URL before its path, as it is written.
         self._known_routes: dict[str, _Route] = {}
         self.has_answered = has_answered
 
     def close(self) -> None:
-        """Close the connections of the session."""
-        self._session.close()
+        """Close the connections of the pools."""
+        self._pools.close()
 
     def send(
         self,
@@ -174,7 +168,7 @@ class Transport:
             pool, needs_url, proxy = self._find_route(url)
             target = url if needs_url else _find_path(url)
             raw = pool.exchange(method, target, headers, body, timeout)
-        except (requests.RequestException, HTTPError, OSError, EOFError) as error:
+        except (HTTPError, OSError, EOFError) as error:
             raise self._build_network_error(error, url) from error
         if proxy and raw.status == 407:
             raw.close()
@@ -194,21 +188,15 @@ class Transport:
     def _choose_route(self, url: str) -> _Route:
         key = parse_origin(url)
         if key not in self._routes:
-            request = requests.Request("GET", url).prepare()
-            settings = self._session.merge_environment_settings(url, {}, True, None, None)
-            adapter: Any = self._session.get_adapter(url)
-            verify, cert, proxies = settings["verify"], settings["cert"], settings["proxies"]
-            proxy_url = requests.utils.select_proxy(url, proxies) or ""
+            proxy_url = self._pools.find_proxy(url)
             proxy = describe_proxy(proxy_url)
-            if proxy and self._boundary is not None:
-                self._boundary.check_proxied(key[1])
-            if proxy_url.startswith("socks") and importlib.util.find_spec("socks") is None:
+            if proxy:
+                self._pools.boundary.check_proxied(key[1])
+            is_socks = proxy_url.startswith("socks")
+            if is_socks and importlib.util.find_spec("socks") is None:
                 raise build_extra_error(f"the SOCKS proxy {proxy}", "socks")
-            pool = adapter.get_connection_with_tls_context(
-                request, verify, proxies=proxies, cert=cert
-            )
-            adapter.cert_verify(pool, url, verify, cert)
-            needs_url = adapter.request_url(request, proxies) != request.path_url
+            pool = self._pools.get(url, proxy_url)
+            needs_url = bool(proxy) and key[0] == "http" and not is_socks
             self._routes[key] = _Route(pool, needs_url, proxy)
         return self._routes[key]
 
@@ -230,7 +218,7 @@ class Transport:
         return f"{host} (a redirect of {self._registry})"
 
     def _build_network_error(self, error: Exception, url: str) -> NetworkError:
-        """Convert an error of urllib3, requests or the system."""
+        """Convert an error of urllib3 or the system."""
         reason, proxy = _describe_error(error), self._find_proxy(url)
         name = self._describe_host(url) + describe_way(proxy)
         if proxy:

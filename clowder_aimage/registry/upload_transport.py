@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 
 from clowder_aimage.errors import RegistryError
-from clowder_aimage.registry.client_options import ClientOptions, open_session
+from clowder_aimage.registry.client_options import ClientOptions, open_pools
 from clowder_aimage.registry.reach import UploadBoundary
 from clowder_aimage.registry.transport import Transport
 
@@ -42,9 +42,9 @@ class UploadTransport:
         """Return the transport; its connections are checked with the boundary of uploads."""
         with self._lock:
             if self._transport is None:
-                session = open_session(self._connection, self._host, self._boundary)
+                pools = open_pools(self._connection, self._host, self._boundary)
                 self._transport = Transport(
-                    session,
+                    pools,
                     self._registry,
                     has_answered=True,
                     on_exchange=self._connection.on_exchange,

@@ -25,7 +25,7 @@ from clowder_aimage.errors import (
     UsageError,
 )
 from clowder_aimage.oci import Reference
-from clowder_aimage.registry.client_options import ClientOptions, open_session
+from clowder_aimage.registry.client_options import ClientOptions, open_pools
 from clowder_aimage.registry.reach import Boundary, OutsideError, Reach, UncheckedError
 from clowder_aimage.registry.response import OversizeError, RegistryResponse
 from clowder_aimage.registry.session import CONNECT_TIMEOUT
@@ -108,8 +108,8 @@ def fetch(
             boundary = Boundary(host, max_reach=max_reach)
         boundary = boundary or connection.build_boundary(host)
         options = replace(connection.to_mirror(parts.netloc), cert_dirs=())
-        with open_session(options, parts.netloc, boundary) as session:
-            transport = Transport(session, parts.netloc)
+        with open_pools(options, parts.netloc, boundary) as pools:
+            transport = Transport(pools, parts.netloc)
             try:
                 # An address in the URL is refused without a connection.
                 boundary.check_name(host)

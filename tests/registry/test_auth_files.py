@@ -12,7 +12,8 @@ import pytest
 
 from clowder_aimage.errors import NotFoundError, StoreError
 from clowder_aimage.oci import Reference
-from clowder_aimage.registry import ClientOptions, login, logout
+from clowder_aimage.registry import ClientOptions
+from clowder_aimage.registry.credential import login, logout
 from clowder_aimage.registry.credential_trace import CredentialTrace
 from clowder_aimage.registry.docker_config import (
     DOCKER_HUB_KEY,

@@ -14,7 +14,8 @@ import pytest
 from clowder_aimage.cli.verbs.login import _parse_host
 from clowder_aimage.errors import AccessError, NotFoundError, UnauthorizedError, UsageError
 from clowder_aimage.oci import Reference
-from clowder_aimage.registry import ClientOptions, Repository, login, logout
+from clowder_aimage.registry import ClientOptions, Repository
+from clowder_aimage.registry.credential import login, logout
 from clowder_aimage.registry.credential_trace import CredentialEvent, CredentialTrace
 from clowder_aimage.registry.docker_config import (
     AuthSource,

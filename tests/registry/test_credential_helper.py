@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from clowder_aimage.errors import AImageError, NotFoundError
-from clowder_aimage.registry import ClientOptions, logout
+from clowder_aimage.registry import ClientOptions
+from clowder_aimage.registry.credential import logout
 from clowder_aimage.registry.credential_helper import (
     CredentialHelperError,
     HelperQueries,

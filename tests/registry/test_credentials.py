@@ -20,7 +20,8 @@ from clowder_aimage.errors import (
     UnauthorizedError,
 )
 from clowder_aimage.oci import Descriptor, Reference
-from clowder_aimage.registry import ClientOptions, Repository, logout
+from clowder_aimage.registry import ClientOptions, Repository
+from clowder_aimage.registry.credential import logout
 from clowder_aimage.registry.host_settings import HostSettings
 from clowder_aimage.registry.session import Session
 from tests.memory_store import MemoryStore

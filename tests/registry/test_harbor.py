@@ -30,7 +30,8 @@ from clowder_aimage.errors import (
 )
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Reference, mediatype
-from clowder_aimage.registry import ClientOptions, Repository, login
+from clowder_aimage.registry import ClientOptions, Repository
+from clowder_aimage.registry.credential import login
 from tests.process import Aimage
 from tests.scripted import Answer, ScriptedRegistry, artifact, skip_waiting
 

@@ -154,7 +154,7 @@ def test_a_private_realm_is_for_private_registries(tmp_path: Path) -> None:
     connection = ClientOptions(docker_config=tmp_path)
     with Session(Reference.parse("registry.example.com/x"), connection) as session:
         for own, is_allowed in ((Reach.INTERNET, False), (Reach.NETWORK, True)):
-            session._http.boundary._registry_reach = own
+            session._pools.boundary._registry_reach = own
             if is_allowed:
                 assert session._auth._parse_realm("https://10.0.0.1/token") == "10.0.0.1"
                 assert not session._auth._is_trusted("10.0.0.1")
@@ -186,5 +186,6 @@ def test_every_pool_of_connections_to_a_registry_has_a_boundary() -> None:
             name = getattr(node.func, "attr", getattr(node.func, "id", ""))
             if name in makers or ast.unparse(node.func) == "requests.Session":
                 found.add(str(path.relative_to(PACKAGE)))
-    # connection: pools with a boundary; peer: the nodes of the configuration
-    assert found <= {"registry/connection.py", "registry/peer.py"}, found
+    # connection_pool: with a boundary; peer: the nodes of the configuration
+    pools = {"registry/connection.py", "registry/connection_pool.py", "registry/peer.py"}
+    assert found <= pools, found

@@ -125,6 +125,7 @@ def test_a_node_does_not_wait_for_a_slow_one(scenario: str, registry: HostileReg
 
 MADE_BY = {  # the modules that set the class of the responses
     "registry/connection.py": {"urlopen"},
+    "registry/connection_pool.py": {"PoolManager"},
     "registry/peer.py": {"PoolManager"},
     "engine/worker_client.py": {"HTTPConnection", "HTTPSConnection"},
 }

@@ -13,8 +13,9 @@ import trustme
 
 from clowder_aimage.oci import Reference
 from clowder_aimage.registry import ClientOptions
-from clowder_aimage.registry.client_options import open_session
+from clowder_aimage.registry.client_options import open_pools
 from clowder_aimage.registry.connection import SEND_TIMEOUT
+from clowder_aimage.registry.connection_pool import ConnectionPools
 from clowder_aimage.registry.session import (
     CONNECT_TIMEOUT,
     FIRST_READ_TIMEOUT,
@@ -25,7 +26,6 @@ from clowder_aimage.registry.transport import Transport
 from tests.scripted import Answer, ScriptedRegistry
 
 if TYPE_CHECKING:
-    from requests.adapters import BaseAdapter
     from urllib3 import Timeout
 
     from clowder_aimage.registry.response import RegistryResponse
@@ -135,39 +135,64 @@ def test_a_caller_can_extend_the_read_timeout(session: Session, reads: list[floa
 
 
 @pytest.fixture
-def adapter(tmp_path: Path) -> Iterator[BaseAdapter]:
-    session = open_session(ClientOptions(docker_config=tmp_path), "r.example.com")
-    yield session.get_adapter("https://r.example.com/")
-    session.close()
+def pools(tmp_path: Path) -> Iterator[ConnectionPools]:
+    with open_pools(ClientOptions(docker_config=tmp_path), "r.example.com") as pools:
+        yield pools
 
 
 @pytest.mark.parametrize("scheme", ["http", "https"])
-def test_proxy_connections_use_our_connection_class(scheme: str, adapter: Any) -> None:
-    manager = adapter.proxy_manager_for("http://proxy.example.com:3128")
-    pool = manager.connection_from_url(f"{scheme}://r.example.com/")
-    plain = adapter.poolmanager.connection_from_url(f"{scheme}://r.example.com/")
+def test_proxy_connections_use_our_connection_class(scheme: str, pools: ConnectionPools) -> None:
+    pool = pools.get(f"{scheme}://r.example.com/", "http://proxy.example.com:3128")
+    plain = pools.get(f"{scheme}://r.example.com/", "")
     assert pool.ConnectionCls.response_class is plain.ConnectionCls.response_class
     assert pool.ConnectionCls.addresses == {}
 
 
 @pytest.mark.parametrize("scheme", ["socks5", "socks5h"])
-def test_socks_connections_use_their_class_with_deadlines(scheme: str, adapter: Any) -> None:
+def test_socks_connections_use_their_class_with_deadlines(
+    scheme: str, pools: ConnectionPools
+) -> None:
     """Our connection class alone would bypass the SOCKS proxy."""
     socks = pytest.importorskip("urllib3.contrib.socks", exc_type=ImportError)
-    manager = adapter.proxy_manager_for(f"{scheme}://proxy.example.com:1080")
-    assert type(manager) is socks.SOCKSProxyManager
-    for scheme, kind in (("http", socks.SOCKSConnection), ("https", socks.SOCKSHTTPSConnection)):
-        found = manager.connection_from_url(f"{scheme}://r.example.com/").ConnectionCls
+    proxy = f"{scheme}://proxy.example.com:1080"
+    for kind in (socks.SOCKSConnection, socks.SOCKSHTTPSConnection):
+        url = f"http{'s' * (kind is socks.SOCKSHTTPSConnection)}://r.example.com/"
+        found = pools.get(url, proxy).ConnectionCls
         assert issubclass(found, kind)
         assert found.response_class is not kind.response_class
 
 
-def test_closing_closes_proxy_connections(adapter: Any) -> None:
-    pools = [
-        adapter.proxy_manager_for(proxy).connection_from_url("http://r.example.com/")
-        for proxy in ("http://one.example.com:3128", "http://other.example.com:3128")
-    ]
-    pools.append(adapter.poolmanager.connection_from_url("http://r.example.com/"))
-    assert all(pool.pool is not None for pool in pools)
-    adapter.close()
-    assert [pool.pool for pool in pools] == [None] * 3
+def test_closing_closes_proxy_connections(pools: ConnectionPools) -> None:
+    proxies = ("http://one.example.com:3128", "http://other.example.com:3128", "")
+    opened = [pools.get("http://r.example.com/", proxy) for proxy in proxies]
+    assert all(pool.pool is not None for pool in opened)
+    pools.close()
+    assert [pool.pool for pool in opened] == [None] * 3
+
+
+def test_a_name_and_a_password_of_a_proxy_are_decoded(pools: ConnectionPools) -> None:
+    pool = pools.get("http://r.example.com/", "http://a%40b:c%3Ad@proxy.example.com:3128")
+    assert pool.proxy_headers == {"proxy-authorization": "Basic YUBiOmM6ZA=="}
+    assert pools.get("http://r.example.com/", "http://p.example.com:3128").proxy_headers == {}
+
+
+def test_macos_has_the_proxy_of_its_settings(
+    pools: ConnectionPools, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    monkeypatch.setattr("urllib.request.getproxies", lambda: {"http": "http://p.example.com:1"})
+    monkeypatch.setattr("urllib.request.proxy_bypass", lambda host: host == "inside.example.com")
+    assert pools.find_proxy("http://r.example.com/") == ""
+    monkeypatch.setattr("sys.platform", "darwin")
+    assert pools.find_proxy("http://r.example.com/") == "http://p.example.com:1"
+    for url in ("https://r.example.com/", "http://inside.example.com/", "http://127.0.0.1:5000/"):
+        assert pools.find_proxy(url) == ""
+
+
+def test_a_missing_file_of_authorities_is_named(pools: ConnectionPools) -> None:
+    pools.verify = "/nonexistent/ca.pem"
+    with pytest.raises(OSError, match=r"/nonexistent/ca\.pem"):
+        pools.get("https://r.example.com/", "")
+    pools.get("http://r.example.com/", "")

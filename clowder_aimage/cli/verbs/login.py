@@ -51,7 +51,7 @@ def _ask(prompt: str, option: str, *, hide: bool) -> str:
 @login_connection_options
 def login(registry: str, username: str | None, password: str | None, password_stdin: bool) -> None:
     """Check credentials with the registry HOST and store them in docker's file or helper."""
-    from clowder_aimage.registry import login as log_in
+    from clowder_aimage.registry.credential import login as log_in
 
     host = _parse_host(registry)
     username = username or _ask("Username", "--username", hide=False)
@@ -71,7 +71,7 @@ def login(registry: str, username: str | None, password: str | None, password_st
 @click.argument("registry", metavar="HOST")
 def logout(registry: str) -> None:
     """Remove the credentials of the registry HOST and of its repositories."""
-    from clowder_aimage.registry import logout as log_out
+    from clowder_aimage.registry.credential import logout as log_out
 
     host = _parse_host(registry)
     location = log_out(host, get_settings().build_client_options())
