@@ -64,29 +64,42 @@ def known_peers() -> list[str]:
     return [name for name in PULLS if (has_oras_py if name == "oras-py" else shutil.which(name))]
 
 
-def pull_commands(peers: list[str], name: str, target: Path) -> dict[str, list[str]]:
-    """Map names of tools to commands that pull ``name`` (with a host) into ``target``."""
+def pull_commands(
+    peers: list[str], name: str, target: Path, authority: Path | None = None
+) -> dict[str, list[str]]:
+    """Map names of tools to commands that pull ``name`` (with a host) into ``target``.
+
+    With the file of an ``authority`` by TLS; other tools read it from SSL_CERT_FILE.
+    """
     theirs = {
         "skopeo": [
-            *("skopeo", "copy", "-q", "--src-tls-verify=false"),
+            *("skopeo", "copy", "-q", *([] if authority else ["--src-tls-verify=false"])),
             *(f"docker://{name}", f"oci:{target}:{name.rpartition(':')[2]}"),
         ],
         "oras-py": [sys.executable, "-c", ORAS_PULL, name, str(target)],
         "oras": [
-            *("oras", "copy", "--no-tty", "--from-plain-http", name),
+            *("oras", "copy", "--no-tty", *([] if authority else ["--from-plain-http"]), name),
             *("--to-oci-layout", f"{target}:{name.rpartition(':')[2]}"),
         ],
-        "crane": ["crane", "pull", "--insecure", "--format", "oci", name, str(target)],
+        "crane": [
+            *("crane", "pull", *([] if authority else ["--insecure"])),
+            *("--format", "oci", name, str(target)),
+        ],
     }
     commands = {PULLS[peer]: theirs[peer] for peer in peers}
-    return commands | {OURS: [AIMAGE, "-q", "--store", str(target), "pull", name]}
+    ours = [AIMAGE, "-q", "--store", str(target), "pull", *_trust(authority), name]
+    return commands | {OURS: ours}
 
 
-def aimage_push(layout: Path, name: str, host: str) -> list[str]:
+def _trust(authority: Path | None) -> list[str]:
+    return [] if authority is None else ["--ca-file", str(authority)]
+
+
+def aimage_push(layout: Path, name: str, host: str, authority: Path | None = None) -> list[str]:
     """Return a command that pushes ``name`` of the layout to the registry at ``host``."""
     command = [AIMAGE, "-q", "--store", str(layout)]
     subprocess.run([*command, "tag", name, f"{host}/{name}"], check=True, stdout=subprocess.DEVNULL)
-    return [*command, "push", f"{host}/{name}"]
+    return [*command, "push", *_trust(authority), f"{host}/{name}"]
 
 
 def forget(layout: Path, name: str, host: str) -> None:
@@ -98,7 +111,9 @@ def forget(layout: Path, name: str, host: str) -> None:
     )
 
 
-def push_commands(peers: list[str], layout: Path, name: str, host: str) -> dict[str, list[str]]:
+def push_commands(
+    peers: list[str], layout: Path, name: str, host: str, authority: Path | None = None
+) -> dict[str, list[str]]:
     """Map names of tools to commands that push ``name`` of the layout to the registry at ``host``.
 
     The layout has no other name.
@@ -107,14 +122,14 @@ def push_commands(peers: list[str], layout: Path, name: str, host: str) -> dict[
     [entry] = json.loads((layout / "index.json").read_text())["manifests"]
     theirs = {
         "skopeo": [
-            *("skopeo", "copy", "-q", "--dest-tls-verify=false"),
+            *("skopeo", "copy", "-q", *([] if authority else ["--dest-tls-verify=false"])),
             *(f"oci:{layout}:{name}", f"docker://{target}"),
         ],
         "oras": [
-            *("oras", "copy", "--no-tty", "--to-plain-http"),
+            *("oras", "copy", "--no-tty", *([] if authority else ["--to-plain-http"])),
             *("--from-oci-layout", f"{layout}@{entry['digest']}", target),
         ],
-        "crane": ["crane", "push", "--insecure", str(layout), target],
+        "crane": ["crane", "push", *([] if authority else ["--insecure"]), str(layout), target],
     }
     return {PUSHES[peer]: theirs[peer] for peer in peers if peer in PUSHES}
 

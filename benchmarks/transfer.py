@@ -2,7 +2,7 @@
 
     python -m benchmarks.transfer [--pull] [--push] [--link] [--delta] [--quota 40]
         [--shapes SHAPE,...] [--rounds 5] [--peers skopeo,oras-py,oras,crane]
-        [--server docker-registry|registry|static] [--directory DIR]
+        [--server docker-registry|registry|static|aimage] [--tls] [--directory DIR]
 
 Each option prints a table; the default is ``--pull``. ``shapes.py`` defines the shapes,
 ``peers.py`` the commands.
@@ -17,10 +17,13 @@ Each option prints a table; the default is ``--pull``. ``shapes.py`` defines the
 --quota  a push and a pull of aimage with the registry of ``quota.py``, which accepts that many
          requests a second: the time by the ideal one, accepted requests by the quota.
 
-Rounds are interleaved; the tables show medians, and the ratio to the first tool. Needs
-docker-registry, skopeo and curl, and a few GiB in ``--directory``, where the shapes are kept for
-the next run. ``--server registry`` is the program of distribution v3. ``static`` is nginx with
-``nginx.conf`` and the files of a layout, which costs the least: it is for pulls only.
+Rounds are interleaved; the tables show medians, and the ratios to the least of the other tools
+(curl, which sends no manifest, counts only without another one). Needs docker-registry, skopeo and
+curl, and a few GiB in ``--directory``, where the shapes are kept for the next run.
+``--server registry`` is the program of distribution v3, and ``aimage`` is ``registry serve``.
+``static`` is nginx with ``nginx.conf`` and the files of a layout, which costs the least: it is for
+pulls only. With ``--tls`` docker-registry or distribution has a certificate, whose authority the
+tools read from SSL_CERT_FILE (aimage: ``--ca-file``).
 """
 
 from __future__ import annotations
@@ -36,11 +39,11 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from benchmarks import peers, quota, shapes
 from benchmarks.link import link
@@ -70,10 +73,17 @@ class Run:
     peers: list[str]
     rounds: int
     server: str = "docker-registry"
+    # The file of the authority of the registry's certificate.
+    authority: Path | None = None
 
     @property
     def target(self) -> Path:
         return self.directory / "target"
+
+    @property
+    def suffix(self) -> str:
+        """The end of the title of a table."""
+        return " over TLS" if self.authority else ""
 
     def clear(self) -> None:
         """Empty the target, and flush pending writes."""
@@ -105,18 +115,45 @@ def free_host() -> str:
         return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
-def registry(root: Path, program: str = "docker-registry") -> AbstractContextManager[str]:
-    """Run a registry over ``root``; the context is its host:port."""
+def registry(
+    root: Path, program: str = "docker-registry", authority: Path | None = None
+) -> AbstractContextManager[str]:
+    """Run a registry over ``root``; the context is its host:port.
+
+    With the file of an ``authority``, its certificate and key are beside that.
+    """
     host = free_host()
+    if program == "aimage":
+        command = [peers.AIMAGE, "-q", "--store", str(root), "registry", "serve", "--addr", host]
+        return running(command, host)
+    http: dict[str, Any] = {"addr": host}
+    if authority is not None:
+        pair = authority.with_name("server.pem"), authority.with_name("server.key")
+        http["tls"] = dict(zip(("certificate", "key"), map(str, pair), strict=True))
     config = {
         "version": 0.1,
         "log": {"accesslog": {"disabled": True}, "level": "error"},
         "storage": {"filesystem": {"rootdirectory": str(root)}},
-        "http": {"addr": host},
+        "http": http,
     }
     path = root.with_suffix(".yml")
     path.write_text(json.dumps(config))
     return running([program, "serve", str(path)], host)
+
+
+def create_authority(directory: Path) -> Path:
+    """Create an authority, and a certificate of 127.0.0.1 beside it; return the authority's."""
+    import trustme
+
+    authority = trustme.CA()
+    issued = authority.issue_cert("127.0.0.1")
+    issued.private_key_pem.write_to_path(str(directory / "server.key"))
+    # The same file, with each certificate of the chain after the last one.
+    for blob in issued.cert_chain_pems:
+        blob.write_to_path(str(directory / "server.pem"), append=True)
+    path = directory / "authority.pem"
+    authority.cert_pem.write_to_path(str(path))
+    return path
 
 
 def static(directory: Path, chosen: list[str]) -> AbstractContextManager[str]:
@@ -135,12 +172,13 @@ def static(directory: Path, chosen: list[str]) -> AbstractContextManager[str]:
 
 @contextlib.contextmanager
 def running(command: list[str], host: str) -> Iterator[str]:
-    """Run a server that listens on ``host``, and yield that once it answers."""
+    """Run a server that listens on ``host``, and yield that once it does."""
+    address, _, port = host.rpartition(":")
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         try:
             for _ in range(500):
                 with contextlib.suppress(OSError):
-                    urllib.request.urlopen(f"http://{host}/v2/", timeout=1).close()
+                    socket.create_connection((address, int(port)), timeout=1).close()
                     break
                 time.sleep(0.02)
             yield host
@@ -155,23 +193,26 @@ def pulls(run: Run, chosen: list[str], limits: tuple[float, float] | None = None
         if run.server == "static":
             host = stack.enter_context(static(run.directory, chosen))
         else:
-            host = stack.enter_context(registry(run.directory / run.server, run.server))
-            for shape in chosen:
-                layout = shapes.make_layout(run.directory, shape)
-                shapes.ensure_pushed(layout, f"bench/{shape}:v1", host)
+            root = run.directory / run.server
+            with registry(root, run.server) as filled:
+                for shape in chosen:
+                    layout = shapes.make_layout(run.directory, shape)
+                    shapes.ensure_pushed(layout, f"bench/{shape}:v1", filled)
+            host = stack.enter_context(registry(root, run.server, run.authority))
         if limits:
             host = stack.enter_context(link(host, *limits)).host
         for _ in range(run.rounds):
             for shape in chosen:
                 name = f"{host}/bench/{shape}:v1"
-                for tool, command in peers.pull_commands(run.peers, name, run.target).items():
+                commands = peers.pull_commands(run.peers, name, run.target, run.authority)
+                for tool, command in commands.items():
                     run.clear()
                     cost = _pull(run, tool, command)
                     rows.setdefault(shape, {}).setdefault(tool, []).append(cost)
                     _check(run.target, sum(shapes.sizes(shape)))
     run.clear()
     where = "" if run.server == "docker-registry" else f" from {run.server}"
-    _print(("pull through the link" if limits else "pull") + where, rows)
+    _print(("pull through the link" if limits else "pull") + where + run.suffix, rows)
 
 
 def pushes(run: Run, chosen: list[str]) -> None:
@@ -182,16 +223,17 @@ def pushes(run: Run, chosen: list[str]) -> None:
         for shape in chosen:
             layout, name = shapes.make_layout(run.directory, shape), f"bench/{shape}:v1"
             theirs = [peers.PUSHES[peer] for peer in run.peers if peer in peers.PUSHES]
-            for tool in (peers.PUSH_CURL, *theirs, peers.PUSH):
+            for tool in (*([] if run.authority else [peers.PUSH_CURL]), *theirs, peers.PUSH):
                 for path in (root, work):
                     shutil.rmtree(path, ignore_errors=True)
                 work.mkdir()
                 os.sync()
-                with registry(root, run.server) as host:
+                with registry(root, run.server, run.authority) as host:
                     if tool in theirs:
-                        cost = measure(peers.push_commands(run.peers, layout, name, host)[tool])
+                        commands = peers.push_commands(run.peers, layout, name, host, run.authority)
+                        cost = measure(commands[tool])
                     elif tool == peers.PUSH:
-                        cost = measure(peers.aimage_push(layout, name, host))
+                        cost = measure(peers.aimage_push(layout, name, host, run.authority))
                         peers.forget(layout, name, host)
                     else:
                         cost = measure(peers.curl_push(layout, name, host, work))
@@ -199,7 +241,8 @@ def pushes(run: Run, chosen: list[str]) -> None:
                 _check(root, sum(shapes.sizes(shape)))
     for path in (root, work):
         shutil.rmtree(path, ignore_errors=True)
-    _print("push" if run.server == "docker-registry" else f"push to {run.server}", rows)
+    where = "" if run.server == "docker-registry" else f" to {run.server}"
+    _print("push" + where + run.suffix, rows)
 
 
 def deltas(run: Run, chosen: list[str]) -> None:
@@ -271,17 +314,34 @@ def _check(directory: Path, size: int) -> None:
 
 
 def _print(verb: str, rows: Rows) -> None:
-    rule = "|---|---|---|---|---|---|---|"
-    print(f"\n| {verb} | tool | wall s | unsynced | CPU s | peak MiB | ratio |\n{rule}")
+    rule = "|---|---|---|---|---|---|---|---|---|"
+    print(
+        f"\n| {verb} | tool | wall s | unsynced | CPU s | peak MiB | by the best peer's wall"
+        f" | its unsynced | its CPU |\n{rule}"
+    )
     for shape, tools in rows.items():
-        reference = statistics.median(cost.wall for cost in next(iter(tools.values())))
-        for tool, costs in tools.items():
-            wall, unsynced, cpu, rss = (
-                statistics.median(getattr(cost, name) for cost in costs)
-                for name in ("wall", "unsynced", "cpu", "rss")
-            )
-            times = f"{wall:.2f} | {unsynced:.2f} | {cpu:.2f}"
-            print(f"| {shape} | {tool} | {times} | {rss:.0f} | {wall / reference:.2f} |")
+        medians = {tool: _compute_medians(costs) for tool, costs in tools.items()}
+        # curl sends no manifest: it is the peer only where there is no other one.
+        others = [tool for tool in tools if tool not in (peers.OURS, peers.PUSH)]
+        peer_rows = [medians[tool] for tool in others if tool != peers.PUSH_CURL]
+        peer_rows = peer_rows or [medians[tool] for tool in others or tools]
+        wall, unsynced, cpu = (
+            min(getattr(cost, name) for cost in peer_rows) for name in ("wall", "unsynced", "cpu")
+        )
+        for tool, cost in medians.items():
+            times = f"{cost.wall:.2f} | {cost.unsynced:.2f} | {cost.cpu:.2f} | {cost.rss:.0f}"
+            ratios = (cost.wall / wall, cost.unsynced / unsynced, cost.cpu / cpu)
+            text = " | ".join(f"{ratio:.2f}" for ratio in ratios)
+            print(f"| {shape} | {tool} | {times} | {text} |")
+
+
+def _compute_medians(costs: list[Cost]) -> Cost:
+    return Cost(
+        *(
+            statistics.median(getattr(cost, name) for cost in costs)
+            for name in ("wall", "unsynced", "cpu", "rss")
+        )
+    )
 
 
 def main() -> None:
@@ -294,8 +354,9 @@ def main() -> None:
     parser.add_argument("--shapes", help="for all of these tables")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--peers", default=",".join(peers.known_peers()), help="to compare with")
-    servers = ["docker-registry", "registry", "static"]
+    servers = ["docker-registry", "registry", "static", "aimage"]
     parser.add_argument("--server", choices=servers, default=servers[0])
+    parser.add_argument("--tls", action="store_true", help="the registry has a certificate")
     parser.add_argument("--directory", type=Path)
     options = parser.parse_args()
     tables = {
@@ -309,12 +370,19 @@ def main() -> None:
         asked = ["pull"]
     if "push" in asked and options.server == "static":
         parser.error("a static server accepts no pushes")
+    if options.tls and options.server not in servers[:2]:
+        parser.error("--tls is for docker-registry and distribution")
     with contextlib.ExitStack() as stack:
         directory = options.directory
         if directory is None:
             directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         directory.mkdir(parents=True, exist_ok=True)
         run = Run(directory.resolve(), options.peers.split(","), options.rounds, options.server)
+        if options.tls:
+            run.authority = create_authority(
+                Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            )
+            os.environ["SSL_CERT_FILE"] = str(run.authority)
         for table in asked:
             tables[table](run, (options.shapes or SHAPES[table]).split(","))
         if options.quota:

@@ -219,12 +219,16 @@ class ConcurrencyProbe:
 
     If each connection is limited (by an object store, or a long round trip), more connections
     increase the speed. If the machine or the link is the limit, they only make chunks arrive out of
-    order. These must be read again for the hash.
+    order. These must be read again for the hash. A process that uses a core, or half of ``cores``,
+    is not waiting for the link.
     """
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, cores: int = 1) -> None:
         self.value = min(START, limit)
         self._limit = limit
+        self._busy = _BUSY * max(1, cores // 2)
+        # The processor time before the measurement.
+        self._used = 0.0
         # Bytes per second with fewer connections.
         self._before = 0.0
         self._previous = self.value
@@ -238,13 +242,17 @@ class ConcurrencyProbe:
         """The number of connections to plan for: while it is measured, the limit."""
         return self.value if self.settled else self._limit
 
-    def record(self, count: int, timestamp: float) -> None:
-        """Account for ``count`` bytes that have arrived by ``timestamp``, in seconds."""
+    def record(self, count: int, timestamp: float, used: float = 0.0) -> None:
+        """Account for ``count`` bytes that have arrived by ``timestamp``, in seconds.
+
+        ``used`` is the processor time of this process until then.
+        """
         if self.settled:
             return
         if self._began is None:
             self._began = timestamp + _WARM
         if timestamp <= self._began:
+            self._used = used
             return
         # A short measurement is noise.
         self._bytes += count
@@ -260,7 +268,7 @@ class ConcurrencyProbe:
         if rate < self._before * required:
             self.value, self.settled = self._previous, True
             return
-        if rate > PLENTY * self.value:
+        if rate > PLENTY * self.value or used - self._used > self._busy * elapsed:
             self.settled = True
             return
         self._before, self._previous = rate, self.value

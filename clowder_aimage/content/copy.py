@@ -10,7 +10,12 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from clowder_aimage.content.chunk import MEASURING_TIME, SmallConcurrency, is_large
+from clowder_aimage.content.chunk import (
+    MEASURING_TIME,
+    ConcurrencyProbe,
+    SmallConcurrency,
+    is_large,
+)
 from clowder_aimage.content.copy_option import (
     DEFAULT_CONCURRENCY,
     CopyEvent,
@@ -164,19 +169,20 @@ def push_blobs(
 
 
 class _BlobPush:
-    """Pushes of blobs over some connections, fewer for small blobs where more do not help."""
+    """Pushes of blobs over some connections, fewer where more do not help."""
 
     def __init__(
         self, source: Source, target: Target, blobs: Sequence[Descriptor], options: CopyOptions
     ) -> None:
         self._source, self._target = source, target
-        self._pending, self._on_event = deque(blobs), options.on_event
+        self._pending, self._on_listener = deque(blobs), options.on_event
         self._stopped = threading.Event()
         self._connections = min(options.concurrency, len(blobs))
-        self._small = SmallConcurrency(max(1, self._connections), os.cpu_count() or 1)
+        limit, cores = max(1, self._connections), os.cpu_count() or 1
+        self._small, self._large = SmallConcurrency(limit, cores), ConcurrencyProbe(limit, cores)
         # Connections that push a blob.
         self._active = 0
-        # Guards all fields; connections that small blobs do not need wait for it.
+        # Guards all fields; connections that are not needed wait for it.
         self._needed = threading.Condition()
 
     def run(self) -> None:
@@ -204,23 +210,35 @@ class _BlobPush:
                     raise ParallelStoppedError
                 if not self._pending or not self._is_unneeded(self._pending[0]):
                     break
-                self._needed.wait(MEASURING_TIME if self._small.may_grow else None)
+                is_measured = self._small.may_grow and not is_large(self._pending[0])
+                self._needed.wait(MEASURING_TIME if is_measured else None)
             if not self._pending:
                 return None
             blob = self._pending.popleft()
             self._active += 1
-            # Large blobs use all connections
-            if not self._pending or is_large(self._pending[0]):
+            # Blobs of the other kind use other connections
+            if not self._pending or is_large(self._pending[0]) != is_large(blob):
                 self._needed.notify_all()
             return blob
 
     def _is_unneeded(self, blob: Descriptor) -> bool:
         """Return True if another connection would not speed up the push of a blob."""
         if is_large(blob):
-            return False
+            return self._active >= self._large.value
         if self._small.may_grow and self._small.record(time.monotonic(), time.process_time()):
             self._needed.notify_all()
         return self._active >= self._small.value
+
+    def _on_event(self, event: CopyEvent) -> None:
+        """Report an event, and measure the speed of large blobs."""
+        self._on_listener(event)
+        is_measured = event.kind == "progress" and not self._large.settled
+        if is_measured and event.content is not None and is_large(event.content):
+            with self._needed:
+                before = self._large.value
+                self._large.record(event.count, time.monotonic(), time.process_time())
+                if self._large.value > before:
+                    self._needed.notify_all()
 
     def _push(self, blob: Descriptor) -> None:
         if not self._target.lacks(blob):

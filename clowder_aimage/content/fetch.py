@@ -100,10 +100,11 @@ class BlobDownload:
         self._changed = threading.Condition(self._lock)
         self._stopped = False
         self._buffers = BufferPool()
-        self._probe = ConcurrencyProbe(self._connections)
+        cores = os.cpu_count() or 1
+        self._probe = ConcurrencyProbe(self._connections, cores)
         # Connections that fetch large and small blobs
         self._large = self._small = 0
-        self._small_concurrency = SmallConcurrency(usual, os.cpu_count() or 1)
+        self._small_concurrency = SmallConcurrency(usual, cores)
         # Connections that small blobs do not need wait here, without waking up for each blob
         self._needed = threading.Condition(self._lock)
 
@@ -351,7 +352,7 @@ class BlobDownload:
 
     def _read_size(self, blob: BlobTransfer, buffer: memoryview) -> int:
         """Return the most bytes of one read: several connections use little of their buffers."""
-        is_one_of_many = blob.is_large and self._probe.expected > START
+        is_one_of_many = blob.is_large and self._large > START
         size = _SMALL_READ if is_one_of_many else len(buffer)
         return min(size, self._rate.burst) if self._rate else size
 
@@ -361,7 +362,7 @@ class BlobDownload:
         if blob.is_large and not self._probe.settled:
             with self._changed:
                 before = self._probe.value
-                self._probe.record(count, time.monotonic())
+                self._probe.record(count, time.monotonic(), time.process_time())
                 if self._probe.value > before:
                     self._changed.notify_all()
         if self._rate is not None:

@@ -14,7 +14,7 @@ import re
 import socket
 import ssl
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from http.client import HTTPException
 from typing import Any
@@ -113,13 +113,41 @@ class StreamBody:
 Addresses = Mapping[tuple[str, int], str]
 
 
+class ResponseHeaders(Mapping[str, str]):
+    """Headers by their names in any case; the values of a repeated one are joined.
+
+    urllib3's own dictionary takes longer than all else of a response without a body.
+    """
+
+    __slots__ = ("_fields",)
+
+    def __init__(self, pairs: Iterable[tuple[str, str]]) -> None:
+        fields: dict[str, tuple[str, str]] = {}
+        for name, value in pairs:
+            lowered = name.lower()
+            if lowered in fields:
+                name, first = fields[lowered]
+                value = f"{first}, {value}"
+            fields[lowered] = name, value
+        self._fields = fields
+
+    def __getitem__(self, name: str) -> str:
+        return self._fields[name.lower()][1]
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name, _ in self._fields.values())
+
+    def __len__(self) -> int:
+        return len(self._fields)
+
+
 class BodilessResponse:
     """A response without a body. Its connection is idle again."""
 
     connection = None
     closed = True
 
-    def __init__(self, status: int, headers: urllib3.HTTPHeaderDict) -> None:
+    def __init__(self, status: int, headers: ResponseHeaders) -> None:
         self.status, self.headers = status, headers
 
     def read(self, _: int | None = None) -> bytes:
@@ -236,7 +264,7 @@ class _PlainConnection:
             raise OverdueError("timed out") from None
         head = parse_head(data, method)
         if pool is not None and head is not None and not head.length and head.size == len(data):
-            return BodilessResponse(head.status, urllib3.HTTPHeaderDict(head.pairs))
+            return BodilessResponse(head.status, ResponseHeaders(head.pairs))
         response = self.response_class(sock, method=method, received=data, since=started)
         try:
             response.begin()

@@ -1,10 +1,10 @@
 """Blob upload (distribution-spec, "Pushing a blob monolithically", "... in chunks", end-4a to 6).
 
-A small blob is one PUT. A large one is a PATCH and a PUT without a body, as in docker: the bytes
-received from a broken PATCH are kept, and the remaining ones follow. An upload that the registry
-has lost is restarted. After a 413, or lost connections, smaller bodies are sent, and where a method
-is refused, the other one. A response that is not the specified one is compared with the registry:
-a blob that it has is uploaded.
+A blob is one PUT. A very large one, and a large one after a lost connection, is a PATCH and a PUT
+without a body, as in docker: the bytes received from a broken PATCH are kept, and the remaining
+ones follow. An upload that the registry has lost is restarted. After a 413, or lost connections,
+smaller bodies are sent, and where a method is refused, the other one. A response that is not the
+specified one is compared with the registry: a blob that it has is uploaded.
 """
 
 from __future__ import annotations
@@ -37,8 +37,11 @@ from clowder_aimage.registry.retry import (
 )
 from clowder_aimage.registry.session import READ_TIMEOUT, Session
 
-# Bytes. Larger blobs use PATCH, which costs the registry more.
+# Bytes. Larger blobs use PATCH after a lost connection. It costs the registry more: a tenth of the
+# processor time of distribution v3.
 RESUMABLE = 256 * 1024 * 1024
+# Bytes that a first PUT may lose.
+LARGEST_PUT = 4 * 1024 * 1024 * 1024
 # The size after the first 413. The next one divides it by four.
 FIRST_CHUNK = 64 * 1024 * 1024
 SMALLEST_CHUNK = 1024 * 1024
@@ -103,6 +106,7 @@ class _Upload:
         self.furthest = 0
         # Lost connections and timeouts since then.
         self._losses = 0
+        self._is_first = True
 
     def attempt(self) -> None:
         """Continue at the registry's offset, or begin an upload."""
@@ -113,14 +117,16 @@ class _Upload:
         if not resumed and not self._begin():
             # The blob was mounted.
             return
-        while size := self._choose_patch_size():
+        resumable = LARGEST_PUT if self._is_first else RESUMABLE
+        self._is_first = False
+        while size := self._choose_patch_size(resumable):
             self._patch(size)
         self._put()
 
-    def _choose_patch_size(self) -> int:
-        """Return the bytes of the next PATCH, 0 if the rest is for the PUT."""
+    def _choose_patch_size(self, resumable: int) -> int:
+        """Return the bytes of the next PATCH, 0 if the rest, up to ``resumable``, is by PUT."""
         remaining, chunk = self._content.size - self._offset, self._session.chunk
-        least = {"PATCH": 0, "PUT": remaining}.get(self._session.upload_method, chunk or RESUMABLE)
+        least = {"PATCH": 0, "PUT": remaining}.get(self._session.upload_method, chunk or resumable)
         return (max(chunk, self._least) if chunk else remaining) if remaining > least else 0
 
     def _begin(self) -> bool:

@@ -109,6 +109,12 @@ STARTS = (
         (),
         (*REGISTRY, "skopeo", "curl"),
     ),
+    Start(
+        "transfer --push --shapes s --rounds 1 --peers skopeo --tls",
+        "| push over TLS |",
+        (),
+        (*REGISTRY, "skopeo"),
+    ),
 )
 # They run in children of these programs
 CHILDREN = {"attack": "soak", "link": "transfer", "wire": "fleet"}

@@ -69,6 +69,13 @@ def test_completing_a_verb_imports_no_verb(monkeypatch: pytest.MonkeyPatch) -> N
     assert not {name for name in modules if name.startswith("clowder_aimage.cli.verbs")}
 
 
+def test_a_pull_imports_no_modules_for_tokens_certificates_and_retries() -> None:
+    """They take as long as the transfer of some hundred small blobs."""
+    modules = imported("pull", "127.0.0.1:1/x:v1")
+    assert "urllib3" in modules
+    assert not {m.partition(".")[0] for m in modules} & {"requests", "oras", "tenacity", "certifi"}
+
+
 def test_store_verbs_import_no_heavy_modules(stocked: Callable[[], Aimage]) -> None:
     here = stocked()
     store = str(here.store)

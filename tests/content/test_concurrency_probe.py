@@ -82,3 +82,13 @@ def test_six_connections_that_fill_the_link_are_kept() -> None:
 def test_a_small_budget_limits_the_connections(limit: int, value: int, settled: bool) -> None:
     width = ConcurrencyProbe(limit)
     assert (width.value, width.settled) == (value, settled)
+
+
+@pytest.mark.parametrize(("cores", "used", "value"), [(2, 0.6, START), (2, 0.4, 16), (8, 1.8, 16)])
+def test_connections_are_not_added_to_a_busy_process(cores: int, used: float, value: int) -> None:
+    """It does not wait for the link, however slow each connection is."""
+    width, now = ConcurrencyProbe(16, cores), 0.0
+    while not width.settled:
+        now += 0.05 / width.value
+        width.record(MIB, now, used * now)
+    assert width.value == value

@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from clowder_aimage.content import Overlay, build_bytes_body, copy
+from clowder_aimage.content.chunk import SMALL, START, ConcurrencyProbe
+from clowder_aimage.content.copy import _BlobPush, push_blobs
+from clowder_aimage.content.copy_option import CopyOptions
 from clowder_aimage.errors import (
     AImageError,
     FormatError,
@@ -156,6 +159,42 @@ def test_the_first_failure_stops_the_copy_without_a_tag() -> None:
         target.resolve(NAME)
     source.bad = blob(b"nothing of it")
     assert copy(source, NAME, target) == made.descriptor
+
+
+class Gathering(MemoryStore):
+    """A target whose pushes of blobs end once ``START`` of them are in progress."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock, self.active, self.most = threading.Lock(), 0, 0
+        self.gathered = threading.Barrier(START)
+
+    def push(self, content: Descriptor, body: Body, reference: Reference | None = None, /) -> None:
+        with self.lock:
+            self.active += 1
+            self.most = max(self.most, self.active)
+        self.gathered.wait(10)
+        with self.lock:
+            self.active -= 1
+
+
+@pytest.mark.parametrize("sizes", [[SMALL + 1] * 2 * START, [SMALL + 1] * START + [1] * START])
+def test_few_connections_push_large_blobs_until_more_are_faster(sizes: list[int]) -> None:
+    target = Gathering()
+    blobs = [Descriptor("a/b", blob(bytes([i])).digest, size) for i, size in enumerate(sizes)]
+    push_blobs(MemoryStore(), target, blobs, CopyOptions(8))
+    assert target.most == START
+
+
+def test_connections_are_added_for_large_blobs_while_they_are_faster() -> None:
+    large = Descriptor("a/b", blob(b"x").digest, SMALL + 1)
+    push = _BlobPush(MemoryStore(), MemoryStore(), [large] * 8, CopyOptions(8))
+    push._large = ConcurrencyProbe(8)
+    taken = [push._take() for _ in range(START)]
+    assert push._is_unneeded(large)
+    push._large.value = 2 * START
+    assert not push._is_unneeded(large)
+    assert taken == [large] * START
 
 
 def test_damage_in_the_source_is_detected() -> None:

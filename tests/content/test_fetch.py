@@ -18,7 +18,13 @@ import pytest
 
 from clowder_aimage.content import chunk as parts
 from clowder_aimage.content import fetch as fetch_module
-from clowder_aimage.content.chunk import SMALL, SMALLEST_CHUNK, SmallConcurrency
+from clowder_aimage.content.chunk import (
+    SMALL,
+    SMALLEST_CHUNK,
+    START,
+    BlobTransfer,
+    SmallConcurrency,
+)
 from clowder_aimage.content.copy_option import CopyOptions, Rate
 from clowder_aimage.content.fetch import _SMALL_READ, NOTED, BlobDownload
 from clowder_aimage.content.store import Source
@@ -244,6 +250,17 @@ def test_half_of_a_slow_connection_s_rest_is_taken_over(
     assert source.bytes[CONTENT.digest] <= CONTENT.size + MIB  # it was stopped in time
 
 
+@pytest.mark.parametrize(("large", "size"), [(1, MIB), (START, MIB), (START + 1, _SMALL_READ)])
+def test_many_connections_use_little_of_their_buffers(
+    large: int, size: int, store: ImageLayout
+) -> None:
+    engine = BlobDownload(Counted(BIG), store, [CONTENT], CopyOptions(8, Watch()))
+    engine._large = large
+    transfer = BlobTransfer(CONTENT, store.ingest(CONTENT.digest.encoded, CONTENT))
+    assert engine._read_size(transfer, memoryview(bytearray(MIB))) == size
+    transfer.ingest.abort()
+
+
 def test_small_blobs_use_no_more_connections_than_they_need(store: ImageLayout) -> None:
     blobs = [noise(1000 + i, bytes([i])) for i in range(40)]
     source = Counted(*blobs)
@@ -361,12 +378,10 @@ def test_a_source_that_starts_to_ignore_ranges(store: ImageLayout) -> None:
 
 
 class Failing:
-    """Delivers ``count`` bytes of a blob in reads of ``size``, then fails for every reader."""
+    """Delivers ``count`` bytes of a blob in reads of 1 MiB, then fails for every reader."""
 
-    def __init__(
-        self, count: int, error: NetworkError | OSError | KeyboardInterrupt, size: int = MIB
-    ) -> None:
-        self.left, self.size = count, size
+    def __init__(self, count: int, error: NetworkError | OSError | KeyboardInterrupt) -> None:
+        self.left, self.size = count, MIB
         self.error = error
         self.lock = threading.Lock()
 
@@ -379,9 +394,9 @@ class Failing:
 
 def test_a_fetch_after_a_failure_requests_only_missing_bytes(store: ImageLayout) -> None:
     source, watch = Counted(BIG, together=3), Watch()
-    source.fail = Failing(25 * MIB, NetworkError("gone"), _SMALL_READ)
+    source.fail = Failing(25 * MIB, NetworkError("gone"))
     with pytest.raises(NetworkError, match="gone"):
-        fetch(source, store, CONTENT, connections=4, watch=watch)
+        fetch(source, store, CONTENT, connections=3, watch=watch)
     first = source.bytes[CONTENT.digest]
     assert 20 * MIB < first < CONTENT.size
     assert watch.done == first

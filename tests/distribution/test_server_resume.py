@@ -102,6 +102,7 @@ def test_broken_body_is_resumed(
     """GET on the upload's location returns the bytes that the server received."""
     if method == "PATCH":
         monkeypatch.setattr(upload, "RESUMABLE", 8 * MIB)
+        monkeypatch.setattr(upload, "LARGEST_PUT", 8 * MIB)
     first: list[int] = []
 
     def lost(passed: Passed) -> int | None:

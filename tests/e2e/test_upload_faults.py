@@ -222,6 +222,7 @@ def test_an_interrupted_patch_is_restarted(
 ) -> None:
     """A large blob is sent by PATCH; this registry loses a broken one."""
     monkeypatch.setattr(upload, "RESUMABLE", 8 * UNIT)
+    monkeypatch.setattr(upload, "LARGEST_PUT", 8 * UNIT)
     breaks = first(is_big)
     plain.proxy.buffers = buffers
     plain.proxy.lost = lambda passed: 9 * UNIT if breaks(passed) else None

@@ -234,6 +234,7 @@ def test_a_push_in_patches_succeeds(
     situation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(upload, "RESUMABLE", 4096)
+    monkeypatch.setattr(upload, "LARGEST_PUT", 4096)
     registry = Storing(PATCHED[situation])
     push(registry, tmp_path)
     assert is_complete(registry)

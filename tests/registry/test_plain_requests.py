@@ -11,7 +11,7 @@ import pytest
 import urllib3
 from urllib3.exceptions import ProtocolError, ReadTimeoutError
 
-from clowder_aimage.registry.connection import BodilessResponse, set_pools
+from clowder_aimage.registry.connection import BodilessResponse, ResponseHeaders, set_pools
 
 HEADERS = {"User-Agent": "aimage", "Accept-Encoding": "identity"}
 TIMEOUT = urllib3.Timeout(connect=5, read=5)
@@ -78,6 +78,15 @@ def test_responses_without_a_body_leave_their_connection_idle(start: Any) -> Non
         assert (response.status, response.headers["location"]) == (202, "/x")
     assert server.connections == 1
     assert server.requests[1] == server.requests[0]
+
+
+def test_headers_without_a_body_are_found_in_any_case() -> None:
+    headers = ResponseHeaders([("Location", "/a"), ("Link", "<b>"), ("LINK", "<c>")])
+    assert headers["location"] == headers.get("LOCATION") == "/a"
+    assert dict(headers.items()) == {"Location": "/a", "Link": "<b>, <c>"}
+    assert "Range" not in headers
+    assert headers.get("Range", "") == ""
+    assert {"LOCATION", "Range"} & headers.keys() == {"LOCATION"}
 
 
 def test_a_body_is_read_from_its_connection(start: Any) -> None:

@@ -219,6 +219,7 @@ def test_a_minimum_chunk_size_does_not_cause_chunking(
 ) -> None:
     """A registry that accepts any size gets a large blob in one request."""
     monkeypatch.setattr(upload, "RESUMABLE", 2 * UNIT)
+    monkeypatch.setattr(upload, "LARGEST_PUT", 2 * UNIT)
     registry = push(Strict(least=UNIT), tmp_path, BLOB)
     assert pieces(registry) == [("PATCH", None, SIZE)]
 
@@ -412,6 +413,7 @@ def method(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> A
     """Return the method of a large upload."""
     if request.param == "PATCH":
         monkeypatch.setattr(upload, "RESUMABLE", 2 * UNIT)
+        monkeypatch.setattr(upload, "LARGEST_PUT", 2 * UNIT)
     return request.param
 
 
@@ -504,6 +506,7 @@ def test_a_completed_upload_is_not_completed_again(
 ) -> None:
     """The upload still exists with all bytes, and so does the blob."""
     monkeypatch.setattr(upload, "RESUMABLE", 2 * UNIT)
+    monkeypatch.setattr(upload, "LARGEST_PUT", 2 * UNIT)
     strict = Strict()
     strict.fails = closing(strict, stored=True)
     registry = push(strict, tmp_path, BLOB)
@@ -516,6 +519,7 @@ def test_the_blob_is_checked_before_the_upload_is_completed_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(upload, "RESUMABLE", 2 * UNIT)
+    monkeypatch.setattr(upload, "LARGEST_PUT", 2 * UNIT)
     strict = Strict()
     strict.fails = closing(strict, stored=False)
     registry = push(strict, tmp_path, BLOB)
@@ -532,6 +536,7 @@ def test_an_invalid_location_in_an_upload_fails(
 ) -> None:
     """It is not retried: another attempt would not help."""
     monkeypatch.setattr(upload, "RESUMABLE", 2 * UNIT)
+    monkeypatch.setattr(upload, "LARGEST_PUT", 2 * UNIT)
     strict = Strict()
     strict.fails = lambda seen: Answer(202, {"Location": location}) if seen.method == when else None
     with pytest.raises(RegistryError, match="invalid URL"):
@@ -545,9 +550,22 @@ def test_an_invalid_location_in_an_upload_fails(
 def test_a_large_blob_is_sent_by_patch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """PATCH without a range, as docker sends it, and an empty PUT."""
     monkeypatch.setattr(upload, "RESUMABLE", 2 * UNIT)
+    monkeypatch.setattr(upload, "LARGEST_PUT", 2 * UNIT)
     registry = push(Strict(), tmp_path, BLOB)
     assert pieces(registry) == [("PATCH", None, SIZE)]
     assert b"" in [seen.body for seen in registry.seen if seen.method == "PUT"]
+
+
+def test_a_large_blob_is_sent_by_put_until_a_connection_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Registries may drop an upload whose PUT broke; the bytes of a PATCH are kept."""
+    monkeypatch.setattr(upload, "RESUMABLE", 2 * UNIT)
+    assert pieces(push(Strict(), tmp_path / "whole", BLOB)) == [("PUT", None, SIZE)]
+    strict = Strict()
+    strict.fails = failing(lambda seen: seen.method == "PUT" and len(seen.body) > UNIT, Answer(502))
+    sent = pieces(push(strict, tmp_path / "broken", BLOB))
+    assert [method for method, _, _ in sent] == ["PUT", "PATCH"]
 
 
 def test_a_damaged_blob_in_chunks_fails_without_retry(tmp_path: Path) -> None:

@@ -122,6 +122,7 @@ def test_no_request_of_an_upload_reaches_another_port_of_this_machine(
     step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(upload, "RESUMABLE", 10)
+    monkeypatch.setattr(upload, "LARGEST_PUT", 10)
     accept = {"Range": "0-49", "Location": "/up"}
     with ScriptedRegistry(lambda _: Answer(204, accept)).running() as other:
         there = f"http://{other.host}/up"
