@@ -18,7 +18,6 @@ from collections.abc import Sequence
 
 from clowder_aimage.content.chunk import (
     MEASURING_TIME,
-    START,
     BlobTransfer,
     Chunk,
     ConcurrencyProbe,
@@ -34,10 +33,12 @@ from clowder_aimage.oci import Descriptor, Digest
 
 # Bytes that a copy leaves free
 RESERVE = 16 * 1024 * 1024
-# Bytes of a large blob between two checkpoints
+# The least bytes of a large blob between two checkpoints
 NOTED = 16 * 1024 * 1024
-# Bytes of a read of one of several slow connections
+# Bytes of a read of one of many connections
 _SMALL_READ = 256 * 1024
+# Connections whose buffers are small in memory, even if they are filled
+_FEW = 8
 # Seconds after which a process that is waited for is reported
 _NOTICE = 2.0
 # Seconds between checks of a blob that another process fetches
@@ -319,7 +320,7 @@ class BlobDownload:
                 with self._changed:
                     self._opening -= 1
                     self._changed.notify_all()
-        elif chunk is not None:
+        elif chunk is not None and blob.claim_checkpoint():
             blob.ingest.checkpoint()
 
     def _read(self, blob: BlobTransfer, chunk: Chunk, writes: WriteBehind) -> None:
@@ -346,13 +347,13 @@ class BlobDownload:
                 chunk.at += count
                 blob.is_behind = writes.is_behind
                 self._record(blob, count)
-                if chunk.at - noted >= NOTED and chunk.left:
+                if chunk.at - noted >= NOTED and chunk.left and blob.claim_checkpoint():
                     writes.checkpoint(blob.ingest)
                     noted = chunk.at
 
     def _read_size(self, blob: BlobTransfer, buffer: memoryview) -> int:
-        """Return the most bytes of one read: several connections use little of their buffers."""
-        is_one_of_many = blob.is_large and self._large > START
+        """Return the most bytes of one read: many connections use little of their buffers."""
+        is_one_of_many = blob.is_large and self._large > _FEW
         size = _SMALL_READ if is_one_of_many else len(buffer)
         return min(size, self._rate.burst) if self._rate else size
 

@@ -21,12 +21,11 @@ from clowder_aimage.content import fetch as fetch_module
 from clowder_aimage.content.chunk import (
     SMALL,
     SMALLEST_CHUNK,
-    START,
     BlobTransfer,
     SmallConcurrency,
 )
 from clowder_aimage.content.copy_option import CopyOptions, Rate
-from clowder_aimage.content.fetch import _SMALL_READ, NOTED, BlobDownload
+from clowder_aimage.content.fetch import _FEW, _SMALL_READ, NOTED, BlobDownload
 from clowder_aimage.content.store import Source
 from clowder_aimage.content.write_behind import WriteBehind
 from clowder_aimage.errors import NetworkError, NoSpaceError, NotFoundError, VerificationError
@@ -250,7 +249,7 @@ def test_half_of_a_slow_connection_s_rest_is_taken_over(
     assert source.bytes[CONTENT.digest] <= CONTENT.size + MIB  # it was stopped in time
 
 
-@pytest.mark.parametrize(("large", "size"), [(1, MIB), (START, MIB), (START + 1, _SMALL_READ)])
+@pytest.mark.parametrize(("large", "size"), [(1, MIB), (_FEW, MIB), (_FEW + 1, _SMALL_READ)])
 def test_many_connections_use_little_of_their_buffers(
     large: int, size: int, store: ImageLayout
 ) -> None:
