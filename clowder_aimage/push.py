@@ -106,10 +106,12 @@ def push(
         store.lease() as lease,
         Repository(reference, connection, origins) as repository,
     ):
-        stored = _read(store, reference, dialect, lease)
+        stored, stored_plan = _read(store, reference, dialect, lease)
 
         def send(source: Source) -> Descriptor:
-            plan = plan_copy(source, source.resolve(reference))
+            plan = stored_plan
+            if source is not store:
+                plan = plan_copy(source, source.resolve(reference))
             if stored is not None:
                 source, plan = _order_missing_first(store, source, plan, stored, reference)
             return _copy(
@@ -311,21 +313,25 @@ def _open_repositories(
 
 def _read(
     store: ContentStore, reference: Reference, dialect: str | None, lease: Lease
-) -> StoredAImage | None:
-    """Read and lease the AImage; return None for another artifact: it is pushed unchanged."""
+) -> tuple[StoredAImage | None, CopyPlan]:
+    """Read and lease the AImage; return None for another artifact: it is pushed unchanged.
+
+    Return the plan to copy the artifact as it is, too.
+    """
     root = lease_manifest(store, reference, lease)
     _check_sizes(store, root, reference)
-    lease.add(*plan_copy(store, root).digests)
+    plan = plan_copy(store, root)
+    lease.add(*plan.digests)
     store.use(root)
     try:
         stored = read_aimage(store, reference)
     except FormatError:
         if dialect is not None:
             raise
-        return None
+        return None, plan
     lease.add(*(layer.descriptor.digest for layer in stored.aimage.layers))
     inflate(store, stored)
-    return stored
+    return stored, plan
 
 
 def _order_missing_first(

@@ -115,6 +115,10 @@ def _walk(
     if not children_first:
         yield node
     for child in list_successors(document) if document else ():
-        yield from _walk(read, child, node, children_first, visited, depth + 1)
+        # Most children are blobs.
+        if is_document(child):
+            yield from _walk(read, child, node, children_first, visited, depth + 1)
+        else:
+            yield GraphNode(child, None, node)
     if children_first:
         yield node
