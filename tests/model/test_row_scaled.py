@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,12 +9,7 @@ import pytest
 
 from clowder_aimage.errors import UsageError
 from clowder_aimage.importer.row_quantizer import quantize_rows
-from clowder_aimage.model.dequantize import dequantize as dequantize_exactly
-from clowder_aimage.tensor import Quantization
-from clowder_aimage.tensor.blob import BIAS, GLOBAL_SCALE, SCALE
 from clowder_aimage.tensor.float_code import E4M3, E8M0
-from tests.model.model_blobs import FolderStore
-from tests.model.quantized_blobs import made, opened
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("diffusers")
@@ -177,40 +171,3 @@ def test_a_device_without_products_is_named(module: Any, monkeypatch: pytest.Mon
     with pytest.raises(UsageError, match="its products are wrong"):
         module.check_fp8("cpu")
     module.check_fp8.cache_clear()
-
-
-# -- dequantization of other codes
-
-
-@pytest.mark.parametrize("kind", ["int4", "int8", "nvfp4", "mxfp4", "mxfp8"])
-@pytest.mark.parametrize("factors", [None, (), (5,)])
-def test_codes_are_dequantized_bit_for_bit(kind: str, factors: tuple[int, ...] | None) -> None:
-    from clowder_aimage.model.torch.dequantize import dequantize
-
-    quantization, random = Quantization.parse(kind), np.random.default_rng(1)
-    codes = random.integers(0, 1 << 32, (5, 128 // quantization.per_word), np.uint32)
-    shape = (5, 128 // quantization.group_size)
-    # every E8M0 but infinity, and no NaN of E4M3
-    scales: Any = random.integers(0, 127 if kind == "nvfp4" else 255, shape, np.uint8)
-    biases = None
-    if quantization.type.has_bias:
-        scales, biases = random.standard_normal((2, *shape)).astype(np.float32)
-    factor = None
-    if factors is not None:
-        factor = np.asarray(random.standard_normal(factors), np.float32)
-    expected = dequantize_exactly(quantization, codes, scales, biases, factor)
-    parts = {"": codes.view(np.uint8), SCALE: scales}
-    parts |= {} if biases is None else {BIAS: biases}
-    parts |= {} if factor is None else {GLOBAL_SCALE: factor}
-    found = dequantize(quantization, {key: torch.from_numpy(part) for key, part in parts.items()})
-    assert np.array_equal(found.numpy(), expected, equal_nan=True)
-
-
-@pytest.mark.parametrize("kind", ["int8", "mxfp8"])
-def test_stored_codes_are_read(tmp_path: Path, kind: str) -> None:
-    from clowder_aimage.model.torch.dequantize import read_tensor
-
-    weights = opened(made(FolderStore(tmp_path), kind, "combined"))
-    for name in weights:
-        found = read_tensor(weights, name, "cpu")
-        assert np.array_equal(found.float().numpy(), weights.read_numpy(name))

@@ -20,8 +20,6 @@ from clowder_aimage.model.flow.component import ModelComponents
 from clowder_aimage.model.flow.memory_budget import LayeredModule, Module
 from clowder_aimage.model.parameter_names import FLOATS, check_shape, match_tensors
 from clowder_aimage.model.torch.adapted_network import TorchAdaptation
-from clowder_aimage.model.torch.dequantize import read_tensor
-from clowder_aimage.model.torch.device import CPU
 from clowder_aimage.model.torch.layer_offload import LayerOffload, compute_least_count, iter_layers
 from clowder_aimage.model.torch.library import TorchLibrary, computing
 from clowder_aimage.model.torch.row_scaled_weights import RowScaledWeights
@@ -153,7 +151,7 @@ class _NetworkLoader:
             is_later = ".".join(parameter.split(".", 2)[:2]) in layers
             value: torch.Tensor | None = self._row_scaled.read(name)
             if value is None:
-                stored = read_tensor(self._weights, name, CPU if is_later else library.device)
+                stored = self._weights.read_torch(name)
                 # A blob that was still arriving at the check has its type verified here
                 if stored.dtype not in _FLOATS:
                     raise _build_type_error(self._weights.component, name)

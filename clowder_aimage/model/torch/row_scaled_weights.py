@@ -10,7 +10,6 @@ import torch
 
 from clowder_aimage.errors import ModelError
 from clowder_aimage.model.parameter_names import FLOATS
-from clowder_aimage.model.torch.dequantize import read_parts
 from clowder_aimage.model.torch.library import TorchLibrary
 from clowder_aimage.model.torch.row_scaled import CODE, MULTIPLE, RowScaledTensor
 from clowder_aimage.model.weights import ModelWeights
@@ -61,7 +60,7 @@ class RowScaledWeights:
                 )
             return RowScaledTensor.of(values, library.dtype)
         if stored.type == ROW_SCALED.type:
-            parts = read_parts(self._weights, name, library.device)
+            parts = self._read_parts(name)
             scales = parts[SCALE]
             if GLOBAL_SCALE not in parts and bool((scales == scales[:, :1]).all()):
                 factors = torch.exp2(scales[:, 0].double() - 127).float()
@@ -74,3 +73,13 @@ class RowScaledWeights:
             f"{stored.type.name}{groups}",
             hint=_HINT,
         )
+
+    def _read_parts(self, name: str) -> dict[str, torch.Tensor]:
+        """Return the stored parts of a quantized tensor on the device; codes are their bytes."""
+        parts = {}
+        for suffix, array in self._weights.read_parts(name).items():
+            # PyTorch warns of arrays that are read-only; the pages are private
+            array.flags.writeable = True
+            codes = array if suffix else array.view("u1")
+            parts[suffix] = torch.from_numpy(codes).to(self._library.device)
+        return parts
