@@ -22,6 +22,8 @@ from clowder_aimage.model.loader import load_pipeline
 from clowder_aimage.model.pipeline import Image, Pipeline, PipelineEvent, Step
 from clowder_aimage.oci import Reference
 from clowder_aimage.pictures.input import PictureInputs, PreparedPicture, TiledPicture
+from clowder_aimage.pictures.provenance.marking import PictureMarking, plan_marking
+from clowder_aimage.pictures.provenance.signer import PictureSigner
 
 
 def do_nothing() -> None:
@@ -147,6 +149,17 @@ class RunnableModel:
         with _computing():
             return [*warnings, *self.pipeline.list_warnings(request)]
 
+    def plan_marking(
+        self,
+        request: GenerateRequest,
+        signer: PictureSigner | None = None,
+        *,
+        is_marked: bool = True,
+    ) -> PictureMarking:
+        """Return what the files of a request's pictures say about their origin."""
+        store = self.pictures.store if self.pictures else None
+        return plan_marking(request, store, signer, is_marked=is_marked)
+
     def prepare(self, request: GenerateRequest) -> None:
         """Check the next request, and encode its texts. Raises as ``check``."""
         with self._use_adapters(request):
@@ -243,13 +256,17 @@ def _collect_stated_values(request: GenerateRequest) -> dict[str, Any]:
 
 
 def describe_picture(
-    reference: Reference, model: RunnableModel, request: GenerateRequest
+    reference: Reference,
+    model: RunnableModel,
+    request: GenerateRequest,
+    marking: PictureMarking,
 ) -> dict[str, Any]:
     """Return the parameters to render a request's pictures again, without their own seeds.
 
-    Also warnings about the request, if any. Raises as ``ControlSource.name``, ``generate``.
+    Also warnings about the request, if any, and that the pictures have no mark. Raises as
+    ``ControlSource.name``, ``generate``.
     """
-    warnings = model.list_warnings(request)
+    warnings = [*model.list_warnings(request), *marking.warnings]
     if model.controls and request.control.network is not None:
         request = request.change(controlnet=model.controls.name(request.control.network))
     return {
@@ -259,4 +276,5 @@ def describe_picture(
         "dtype": model.dtype,
         "backend": model.backend,
         **({"warnings": warnings} if warnings else {}),
+        **({} if marking.mark else {"mark": False}),
     }

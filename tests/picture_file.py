@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from clowder_aimage.model.picture import Pixels, build_metadata_error, read_file, read_picture
+from clowder_aimage.model.picture import Pixels, build_metadata_error, read_picture
+from clowder_aimage.model.picture_file import read_file
 
 
 def load_picture(path: Path) -> tuple[Pixels, dict[str, Any]]:

@@ -59,7 +59,7 @@ SIGNATURES: dict[Any, str] = {
     Registry.referrers: "self name * artifact_type recursive",
     Store.diff: "self a b * registry",
     Worker: "url * token model",
-    Picture: "pixels seed facts",
+    Picture: "pixels seed facts mark",
     Picture.encode: "self kind",
     Picture.save: "self path",
     Reference.parse: "text",
@@ -69,7 +69,7 @@ MEMBERS = {
     Registry: "attach copy delete digest referrers repositories show tag tags",
     Model: "achat aembed agenerate chat close embed generate",
     Worker: "achat aembed agenerate chat embed generate url",
-    Picture: "encode image pixels save",
+    Picture: "encode image mark pixels save",
     Answer: "prompt_tokens reason text thinking tokens warnings",
 }
 

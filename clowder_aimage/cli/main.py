@@ -38,6 +38,7 @@ GROUPS = {
         "embed": ("embed", "Compute embeddings of texts."),
         "batch": ("batch", "Send many requests from a file to a worker."),
         "replay": ("replay", "Generate a picture again, and compare."),
+        "picture": ("picture", "Show and verify the origin of a picture."),
         "show": ("show", "Show the content of an AImage."),
         "diff": ("diff", "Show the differences between two AImages."),
     },

@@ -115,13 +115,14 @@ class Model(Session):
             request = self._loaded.request(order, lease)
             events, total = model.generate(request), request.sampling.steps * request.output.n
             counter.begin(total)
-            facts = describe_picture(self.reference, model, request)
+            marking = model.plan_marking(request)
+            facts = describe_picture(self.reference, model, request, marking)
             with closing(events):
                 for event in events:
                     check_cancelled(is_cancelled)
                     if isinstance(event, Image):
                         stated = facts | {"seed": event.seed}
-                        pictures.append(Picture(event.pixels, event.seed, stated))
+                        pictures.append(Picture(event.pixels, event.seed, stated, marking.mark))
                     elif isinstance(event, Step):
                         # With an image there are fewer steps.
                         if total != (total := event.total * request.output.n):

@@ -14,13 +14,25 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from PIL.Image import Image
 
+    from clowder_aimage.model.picture_mark import PictureMark
+
 
 class Picture:
-    """A generated picture: RGB ``pixels`` (height, width, 3), its seed, and its metadata."""
+    """A generated picture: RGB ``pixels`` (height, width, 3), its seed, and its metadata.
 
-    def __init__(self, pixels: npt.NDArray[np.uint8], seed: int, facts: Mapping[str, Any]) -> None:
+    The ``mark`` of its files says that a machine made it; set it to None to write none.
+    """
+
+    def __init__(
+        self,
+        pixels: npt.NDArray[np.uint8],
+        seed: int,
+        facts: Mapping[str, Any],
+        mark: PictureMark | None = None,
+    ) -> None:
         self._pixels: npt.NDArray[np.uint8] | None = pixels
         self._png = b""
+        self._mark = mark
         self.seed, self.facts = seed, facts
 
     def __repr__(self) -> str:
@@ -53,7 +65,23 @@ class Picture:
             return self._png
         from clowder_aimage.model.picture import encode_picture
 
-        return encode_picture(self.pixels, self.facts, kind)
+        facts = self.facts if self.mark else {**self.facts, "mark": False}
+        return encode_picture(self.pixels, facts, kind, mark=self.mark)
+
+    @property
+    def mark(self) -> PictureMark | None:
+        """Return what its files say about its origin; None without a mark."""
+        if self._png and self._mark is None:
+            from clowder_aimage.pictures.provenance.marking import read_mark
+
+            self._mark = read_mark(self._png, "the picture")
+        return self._mark
+
+    @mark.setter
+    def mark(self, mark: PictureMark | None) -> None:
+        if mark != self.mark:
+            # Decoded before the file is forgotten
+            self._pixels, self._png, self._mark = self.pixels, b"", mark
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write a .png, .jpg or .webp file and return its path. Raises UsageError for others."""
@@ -75,5 +103,5 @@ class PictureFile(Picture):
     """A picture in a PNG file, which is decoded when its pixels are used."""
 
     def __init__(self, png: bytes, seed: int, facts: Mapping[str, Any]) -> None:
-        self._pixels, self._png = None, png
+        self._pixels, self._png, self._mark = None, png, None
         self.seed, self.facts = seed, facts

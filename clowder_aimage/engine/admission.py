@@ -7,10 +7,11 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from clowder_aimage.errors import AImageError, ModelError
+from clowder_aimage.pictures.provenance.signing_settings import SigningSettings
 
 FOR_EVER = math.inf
 # Parts of a request in the end of a process
@@ -18,7 +19,7 @@ GUILTY, SUSPECT, INNOCENT = "guilty", "suspect", "innocent"
 _UNKNOWN, _LONGEST = 5, 300  # seconds to wait
 _LOAD_OPTIONS = (
     *("dtype", "text_encoder"),
-    *("memory", "lora_dir", "context", "parallel"),
+    *("memory", "lora_dir", "context", "parallel", "mark"),
 )
 _TUNING = ("compile", "attention", "device", "compute")
 # Requests that wait at most, however short the wait is estimated
@@ -48,7 +49,8 @@ class EngineLimits:
     cancelled request before it is killed. lora_dir: a directory of adapters, or None. parallel:
     requests that a language model serves at once. context: tokens of a request to a language
     model at most, or None for the model's. enhancer: the reference of a language model that is
-    loaded beside others, and is not one of ``models``.
+    loaded beside others, and is not one of ``models``. mark: say in picture files that a machine
+    made them. signing: with which key they are signed, or None.
     """
 
     queue: int = 8
@@ -74,6 +76,8 @@ class EngineLimits:
     parallel: int = 16
     context: int | None = None
     enhancer: str | None = None
+    mark: bool = True
+    signing: SigningSettings | None = None
 
     def get_backend(self, reference: str) -> str:
         """Return the library of an image model. Backends are configured by name, without digest."""
@@ -90,7 +94,8 @@ class EngineLimits:
             "dtype": self.dtype,
             "tuning": {field: getattr(self, field) for field in _TUNING},
         }
-        return options | {"library": library}
+        signing = None if self.signing is None else asdict(self.signing)
+        return options | {"library": library, "signing": signing}
 
 
 @dataclass(slots=True)

@@ -78,6 +78,9 @@ class ModelProcess:
         self._is_stuck = False
         # No more blobs will arrive
         self._is_complete = False
+        # Of the files of pictures
+        self._is_marked = True
+        self._signer: Any = None
         self._model: Any = None
         # Of a pipeline: other AImages of its base by digest, with their leases
         self._variants: dict[str, tuple[Any, contextlib.ExitStack]] = {}
@@ -233,6 +236,7 @@ class ModelProcess:
         # Not with a GPU: its driver maps more than the machine's memory
         if self._model.device_memory is None:
             machine.limit_memory(machine.read_memory_limit())
+        self._set_marking(command)
         self._set_memory(command)
         # The texts of a waiting request are encoded while other blobs arrive
         if command.get("request"):
@@ -241,6 +245,15 @@ class ModelProcess:
         memory = self._model.preload(defaults)
         total = self._model.device_memory or 0
         self._report_loaded(self._model.backend, self._model.dtype, memory, total=total)
+
+    def _set_marking(self, command: frame.Message) -> None:
+        from clowder_aimage.pictures.provenance.signer import PictureSigner
+        from clowder_aimage.pictures.provenance.signing_settings import SigningSettings
+
+        self._is_marked = command["mark"]
+        if command.get("signing"):
+            settings = SigningSettings.of_json(command["signing"])
+            self._signer = PictureSigner.open(settings, partial(_log.warning, "%s"))
 
     def _set_memory(self, command: frame.Message) -> None:
         from clowder_aimage.model.flow.memory_budget import AUTO
@@ -310,19 +323,22 @@ class ModelProcess:
         # Metadata has the digest in a separate field
         name = command["reference"].partition("@")[0]
         model = self._open_variant(command)
-        metadata = describe_picture(Reference.parse(name), model, request)
+        marking = model.plan_marking(request, self._signer, is_marked=self._is_marked)
+        metadata = describe_picture(Reference.parse(name), model, request, marking)
         # Raises here, not on the first iteration, if the request cannot be served
         events = model.generate(request)
         self._send("started", request_id, warnings=metadata.get("warnings", []))
         with contextlib.closing(events):
             for event in self._iter_until_cancelled(request_id, events):
                 if isinstance(event, Image):
-                    encoded = encode_image(event, metadata, encoding)
+                    encoded = encode_image(event, metadata, encoding, marking)
                     names = ("seed", "picture", "width", "height")
                     size = {name: getattr(event, name) for name in names}
                     self._send("image", request_id, encoded.data, **size, facts=encoded.facts)
                 elif isinstance(event, Preview):
-                    data = encode_picture(event.pixels, None, encoding.kind, encoding.quality)
+                    data = encode_picture(
+                        event.pixels, None, encoding.kind, encoding.quality, marking.mark
+                    )
                     self._send(
                         "preview", request_id, data, number=event.number, picture=event.picture
                     )

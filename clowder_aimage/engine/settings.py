@@ -14,7 +14,14 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    ValidationError,
+)
 from pydantic.alias_generators import to_camel
 
 from clowder_aimage.config.user_directory import check_variables
@@ -24,6 +31,7 @@ from clowder_aimage.engine.admission import FOR_EVER, EngineLimits
 from clowder_aimage.engine.endpoint import DEFAULT_HOST
 from clowder_aimage.errors import UsageError
 from clowder_aimage.oci import Reference
+from clowder_aimage.pictures.provenance.signing_settings import SigningSettings
 from clowder_aimage.registry.web_file import InputHosts
 from clowder_aimage.tensor.quantization import parse_precision
 
@@ -208,6 +216,8 @@ class Settings(CallerSettings):
     pull: Literal["never", "if-missing", "always"] = "if-missing"
     stream_format: Literal["auto", "openai", "openai+progress", "ollama"] = "auto"
     png_facts: bool = True
+    mark: bool = True
+    sign: bool = True
     page: bool = True
     backend: Literal["auto", "mlx", "torch"] = "auto"
     backends: Annotated[dict[Name, Literal["auto", "mlx", "torch"]], _BACKENDS] = {}
@@ -223,6 +233,14 @@ class Settings(CallerSettings):
     reserve: Size = 1 << 30
     join: str | None = None
     worker_name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_-]{1,64}$")
+    # Of the object ``picture`` of the configuration, not of the worker's
+    _signing: SigningSettings | None = PrivateAttr(default=None)
+
+    def with_signing(self, signing: SigningSettings | None) -> Settings:
+        """Return the settings of a worker that signs pictures with a key, or with none."""
+        changed = self.model_copy()
+        changed._signing = signing  # noqa: SLF001 - of the same class
+        return changed
 
     @property
     def limits(self) -> EngineLimits:
@@ -242,10 +260,12 @@ class Settings(CallerSettings):
             "text_encoder",
             "memory",
             "first",
+            "mark",
         }
         shared_names |= {"parallel", "context"}
         lora_dir = None if self.lora_dir is None else str(self.lora_dir.absolute())
         shared = self.model_dump(include=shared_names)
+        shared["signing"] = self._signing
         backends = {str(Reference.parse(name)): backend for name, backend in self.backends.items()}
         enhancer = self.aliases.get(self.enhancer, self.enhancer) if self.enhancer else None
         shared["enhancer"] = str(Reference.parse(enhancer)) if enhancer else None

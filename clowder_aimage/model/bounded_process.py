@@ -50,20 +50,29 @@ class _TimeoutError(RefusedError):
     """A process has used its time."""
 
 
-def run_bounded(module: str, data: bytes, is_cancelled: Callable[[], bool]) -> bytes:
+def run_bounded(
+    module: str,
+    data: bytes,
+    is_cancelled: Callable[[], bool] = lambda: False,
+    *,
+    seconds: float = SECONDS,
+    memory: int = MEMORY,
+) -> bytes:
     """Return the output of a module whose ``main`` calls ``answer``. Blocks; thread-safe.
+
+    It may use ``seconds`` of processor time, and ``memory`` in bytes beyond that of its start.
 
     Raises:
         RefusedError: The module refuses the data, exceeds a limit, or is cancelled.
         ModelError: The process cannot be started.
     """
-    for seconds, slots in _LANES:
+    for lane, slots in _LANES:
         while not slots.acquire(timeout=_INTERVAL):
             _check_cancelled(is_cancelled)
         try:
-            return _run_within(seconds, module, data, is_cancelled)
+            return _run_within(min(lane, seconds), memory, module, data, is_cancelled)
         except _TimeoutError:
-            if seconds == SECONDS:
+            if lane >= seconds:
                 raise
         except OSError as error:
             raise ModelError(f"cannot start a process: {error.strerror or error}") from None
@@ -73,13 +82,13 @@ def run_bounded(module: str, data: bytes, is_cancelled: Callable[[], bool]) -> b
 
 
 def _run_within(
-    seconds: float, module: str, data: bytes, is_cancelled: Callable[[], bool]
+    seconds: float, memory: int, module: str, data: bytes, is_cancelled: Callable[[], bool]
 ) -> bytes:
     # Files, so that neither side waits for the other
     with tempfile.TemporaryFile() as source, tempfile.TemporaryFile() as log:
         source.write(data)
         source.seek(0)
-        command = (sys.executable, "-m", module, str(seconds))
+        command = (sys.executable, "-m", module, str(seconds), str(memory))
         return _run(command, source, log, is_cancelled)
 
 
@@ -100,17 +109,18 @@ def _run(
             output = _read(process, is_cancelled)
     finally:
         process.kill()
+    seconds, memory = float(command[-2]), int(command[-1])
     if process.returncode == _UNSTARTED:
         log.seek(0)
         last_line = log.read()[-500:].decode(errors="replace").strip().rpartition("\n")[2]
-        raise ModelError(f"a process to try grammars cannot start: {last_line}")
+        raise ModelError(f"a process with limits cannot start: {last_line}")
     if -process.returncode in _TIME_SIGNALS:
-        message = f"preparing it takes more than {SECONDS:g} seconds of processor time"
+        message = f"preparing it takes more than {seconds:g} seconds of processor time"
         raise _TimeoutError(message)
     if process.returncode == _REFUSED:
         raise RefusedError(output.decode(errors="replace"))
     if process.returncode:
-        message = f"preparing it takes more than {MEMORY >> 20} MiB of memory, or fails"
+        message = f"preparing it takes more than {memory >> 20} MiB of memory, or fails"
         raise RefusedError(message)
     return output
 
@@ -153,7 +163,7 @@ def answer(prepare: Callable[[], Callable[[bytes], bytes]]) -> NoReturn:
         # Output of libraries is an error
         os.dup2(2, 1)
         data = sys.stdin.buffer.read()
-        _limit(float(sys.argv[1]))
+        _limit(float(sys.argv[1]), int(sys.argv[2]))
         status = 1
         output = work(data)
         status = 0
@@ -173,7 +183,7 @@ def read_log(start: int = 0) -> str:
     return os.pread(2, OUTPUT, start).decode(errors="replace")
 
 
-def _limit(seconds: float) -> None:
+def _limit(seconds: float, memory: int) -> None:
     """Limit this process from now on. The signals of the limits end it."""
     if seconds > _SHORT:
         os.nice(_NICE)
@@ -186,5 +196,5 @@ def _limit(seconds: float) -> None:
     if sys.platform == "linux":
         # Of the private memory, without the address space that libraries reserve for devices
         pages = int(Path("/proc/self/statm").read_text().split()[5])
-        limit = pages * resource.getpagesize() + MEMORY
+        limit = pages * resource.getpagesize() + memory
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))

@@ -9,15 +9,15 @@ import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from PIL import ExifTags, Image, ImageDraw, ImageFont, PngImagePlugin
 
-from clowder_aimage.errors import FormatError, NotFoundError, StoreError, UsageError
+from clowder_aimage.errors import FormatError, UsageError
 from clowder_aimage.generation.encoding import FORMATS
+from clowder_aimage.model.picture_mark import XMP_KEYWORD, PictureMark
 from clowder_aimage.model.picture_metadata import (
     KEY,
     QUALITIES,
@@ -36,8 +36,6 @@ _THUMBNAIL, _MARGIN, _CAPTION = 256, 8, 18
 _PAPER, _INK = (246, 246, 244), (40, 40, 40)
 # Levels of 255: the mean difference of equal pictures in a lossy format
 _TOLERANCE = 4.0
-# The limit of a picture file
-_MAX_BYTES = 256 << 20
 # 8192 by 8192, more than pictures that are made
 _MAX_PIXELS = 1 << 26
 
@@ -47,12 +45,15 @@ def encode_picture(
     metadata: Mapping[str, Any] | None,
     kind: str = "png",
     quality: int | None = None,
+    mark: PictureMark | None = None,
 ) -> bytes:
     """Encode ``pixels`` (height, width, 3) as a file of ``encoding.FORMATS``.
 
-    The file stores ``metadata``; ``quality`` (0 to 100, the best) applies to JPEG and WebP.
+    The file stores ``metadata``, and the XMP of a ``mark``; ``quality`` (0 to 100, the best)
+    applies to JPEG and WebP.
     """
     options: dict[str, Any] = {}
+    xmp = "" if mark is None else mark.encode()
     if kind in QUALITIES:
         options["quality"] = QUALITIES[kind] if quality is None else quality
     if metadata is not None:
@@ -66,15 +67,21 @@ def encode_picture(
         else:
             limit = _LARGEST_EXIF if kind == "jpeg" else math.inf
             options["exif"] = _encode_exif(stated, text, limit)
+    if xmp and kind == "png":
+        options.setdefault("pnginfo", PngImagePlugin.PngInfo()).add_itxt(XMP_KEYWORD, xmp)
+    elif xmp:
+        options["xmp"] = xmp.encode()
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, format=kind.upper(), **options)
     return buffer.getvalue()
 
 
-def render_contact_sheet(pictures: Sequence[tuple[int, bytes]]) -> bytes:
+def render_contact_sheet(
+    pictures: Sequence[tuple[int, bytes]], mark: PictureMark | None = None
+) -> bytes:
     """Return a PNG file with the pictures of seeds, reduced, above the seeds, in rows.
 
-    Raises FormatError: one is not a picture.
+    It has the ``mark`` of the pictures. Raises FormatError: one is not a picture.
     """
     thumbnails = [_create_thumbnail(data) for _, data in pictures]
     columns = math.ceil(math.sqrt(len(pictures)))
@@ -87,8 +94,11 @@ def render_contact_sheet(pictures: Sequence[tuple[int, bytes]]) -> bytes:
         left, top = _MARGIN + index % columns * across, _MARGIN + index // columns * down
         sheet.paste(thumbnail, (left, top))
         pen.text((left, top + thumbnail.height + 1), str(seed), fill=_INK, font=font)
+    marks = PngImagePlugin.PngInfo()
+    if mark is not None:
+        marks.add_itxt(XMP_KEYWORD, mark.encode())
     buffer = io.BytesIO()
-    sheet.save(buffer, format="PNG")
+    sheet.save(buffer, format="PNG", pnginfo=marks)
     return buffer.getvalue()
 
 
@@ -147,20 +157,6 @@ class StoredPicture:
     pixels: Pixels
     kind: str
     metadata: dict[str, Any]
-
-
-def read_file(path: Path) -> bytes:
-    """Return a picture file. Raises NotFoundError, UsageError (too large), StoreError."""
-    try:
-        with path.open("rb") as file:
-            data = file.read(_MAX_BYTES + 1)
-    except FileNotFoundError:
-        raise NotFoundError(f"picture {path} not found") from None
-    except OSError as error:
-        raise StoreError(f"cannot read {path}: {error.strerror or error}") from None
-    if len(data) > _MAX_BYTES:
-        raise UsageError(f"{path} has more than {_MAX_BYTES} bytes")
-    return data
 
 
 def read_picture(data: bytes, name: str) -> StoredPicture:

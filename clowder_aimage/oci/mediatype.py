@@ -66,6 +66,10 @@ CONTAINERD_NAME_MISSPELT = "io.containerd.image.namename"
 CREATED = "org.opencontainers.image.created"
 LICENSES = "org.opencontainers.image.licenses"
 TITLE = "org.opencontainers.image.title"
+# Of layers that are pictures: IPTC's source type, the software, and the signer whom they name
+SOURCE_TYPE = "vnd.clowder.aimage.picture.source-type"
+SOFTWARE_AGENT = "vnd.clowder.aimage.picture.software-agent"
+SIGNER = "vnd.clowder.aimage.picture.signer"
 
 
 def is_ours(media_type: str) -> bool:

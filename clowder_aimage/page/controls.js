@@ -4,6 +4,13 @@ import { html, useEffect, useId, useRef, useState } from './html.js';
 import { Icon } from './icons.js';
 import { t } from './lang.js';
 
+/** A component of a module that is loaded when it is first shown. Props: `load`, its `name`, and those of the component. */
+export function Later({ load, name, ...props }) {
+  const [Part, setPart] = useState(null);
+  useEffect(() => void load().then((module) => setPart(() => module[name]), () => {}), []);
+  return Part && html`<${Part} ...${props} />`;
+}
+
 /** A button. `kind` is 'primary', 'quiet' or 'danger'; `icon` is a name of icons.js. */
 export function Button({ kind = '', icon, children, class: more = '', ...rest }) {
   return html`<button type="button" class=${`button ${kind && `button-${kind}`} ${more}`} ...${rest}>

@@ -38,7 +38,9 @@ export async function gridPicture(run) {
     context.drawImage(picture, left + (cell[0] - picture.width) / 2, top + (cell[1] - picture.height) / 2);
     picture.close();
   });
-  return canvas.convertToBlob({ type: 'image/png' });
+  const blobs = run.cells.flatMap(({ entry }) => entry?.blob ?? []);
+  const { withMarkOf } = await import('./origin.js');
+  return withMarkOf(await canvas.convertToBlob({ type: 'image/png' }), blobs);
 }
 
 /** Write a text into a box in lines; what has no room ends with three dots. */

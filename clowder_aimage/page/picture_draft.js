@@ -65,7 +65,9 @@ export async function readPicture(file) {
   }
   const { width, height } = picture;
   if (width * height > MOST_PIXELS) throw new Error(t('pictures.tooLarge', { name, width, height, most: MOST_PIXELS }));
-  const found = TYPES.includes(file.type) ? file : await asPng(picture);
+  const isKept = TYPES.includes(file.type);
+  const found = isKept ? file : await asPng(picture);
+  if (!isKept) notice(t('origin.lost', { name }));
   picture.close();
   if (found.size > MOST_BYTES) throw new Error(t('pictures.tooManyBytes', { name }));
   return found;

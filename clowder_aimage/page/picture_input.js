@@ -2,7 +2,7 @@
 
 import { html, useEffect, useId, useRef, useState } from './html.js';
 import { call, pictureUrl } from './api.js';
-import { Field, Fold, IconButton, Slider, Switch } from './controls.js';
+import { Field, Fold, IconButton, Later, Slider, Switch } from './controls.js';
 import { Icon } from './icons.js';
 import { fixed, t } from './lang.js';
 import { MaskEditor } from './mask_editor.js';
@@ -107,6 +107,7 @@ function Pictures({ value, onChange, most, error }) {
       ${images.map((blob, index) => html`<${Chosen} key=${pictureUrl(blob)} ...${{ blob, index, images, move }}
         isExtra=${index >= most} onRemove=${() => replace(images.filter((one) => one !== blob))} />`)}
     </ol>`}
+    ${images.map((blob) => html`<${Later} key=${pictureUrl(blob)} load=${() => import('./origin.js')} name="OriginLine" blob=${blob} />`)}
     ${images.length < most && html`<${Drop} isMultiple=${isEdit} error=${error}
       label=${t(isEdit && images.length ? 'pictures.another' : 'pictures.choose')}
       hint=${isEdit ? t('pictures.referencesHint', { most }) : t('pictures.imageHint')}

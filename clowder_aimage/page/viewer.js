@@ -3,7 +3,7 @@
 import { html, useEffect, useRef, useState } from './html.js';
 import { Again } from './again.js';
 import { pictureUrl } from './api.js';
-import { Button, Fold, IconButton } from './controls.js';
+import { Button, Fold, IconButton, Later } from './controls.js';
 import { Command, Facts } from './facts.js';
 import { changed, get } from './gallery_store.js';
 import { gridBase } from './grid_run.js';
@@ -120,6 +120,9 @@ function Side({ entry, onClose, discard, onMade, onCompare }) {
     <div>
       <${Fold} title=${t('again.title')}><${Again} entry=${entry} onMade=${onMade} /><//>
       <${Command} entry=${entry} />
-      <${Fold} title=${t('facts.title')} isOpen=${true}><${Facts} entry=${entry} /><//>
+      <${Fold} title=${t('facts.title')} isOpen=${true}>
+        <${Later} load=${() => import('./origin.js')} name="Origin" blob=${entry.blob} />
+        <${Facts} entry=${entry} />
+      <//>
     </div>`;
 }

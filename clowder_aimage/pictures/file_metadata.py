@@ -9,8 +9,10 @@ import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from PIL import ExifTags, Image
+if TYPE_CHECKING:
+    from PIL import Image
 
 # Bytes of a colour profile; those of printers have 1 to 3 MiB
 MAX_PROFILE = 4 << 20
@@ -18,26 +20,31 @@ MAX_PROFILE = 4 << 20
 _MAX_TEXT = 1 << 20
 _EXIF, _XMP = b"Exif\0\0", b"http://ns.adobe.com/xap/1.0/\0"
 _ICC = b"ICC_PROFILE\0"
+# A JUMBF box in a segment (ISO/IEC 19566-5, D.2): before it are an instance and a number
+_JUMBF_HEAD = 8
+# The header of the box, which each segment repeats, and that of its description with its type
+_BOX_HEAD, _STORE_TYPE = 8, slice(24, 28)
 # Characters of a keyword in a PNG file
 _MAX_KEYWORD = 79
 _XMP_KEYWORD = b"XML:com.adobe.xmp"
 # ImageMagick's form of Exif, in hexadecimal digits
 _RAW_EXIF = (b"Raw profile type exif", b"Raw profile type APP1")
 _XMP_ORIENTATION = re.compile(rb"tiff:Orientation(?:\s*=\s*[\"']|>)\s*([1-8])\b")
-_TURNS: Mapping[int, Image.Transpose] = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
+# Names of Pillow's
+_TURNS: Mapping[int, str] = {
+    2: "FLIP_LEFT_RIGHT",
+    3: "ROTATE_180",
+    4: "FLIP_TOP_BOTTOM",
+    5: "TRANSPOSE",
+    6: "ROTATE_270",
+    7: "TRANSVERSE",
+    8: "ROTATE_90",
 }
 
 
 @dataclass(slots=True, eq=False)
 class FileMetadata:
-    """The first Exif and XMP data of a file, and its colour profile.
+    """The first Exif and XMP data of a file, its colour profile, and its manifests of C2PA.
 
     The parts of a profile are by their numbers: a JPEG has several, of the number that each states.
     """
@@ -46,6 +53,9 @@ class FileMetadata:
     xmp: bytes = b""
     _profile_parts: dict[int, bytes | memoryview] = field(default_factory=dict)
     _profile_count: int = 1
+    manifests: int = 0
+    _manifest_parts: list[memoryview] = field(default_factory=list)
+    _manifest_instance: bytes = b""
 
     @property
     def profile(self) -> bytes | None:
@@ -60,6 +70,11 @@ class FileMetadata:
             return b""
         return b"".join(parts[number] for number in sorted(parts))
 
+    @property
+    def manifest(self) -> bytes:
+        """Return the first manifest store of C2PA; empty without one."""
+        return b"".join(self._manifest_parts)
+
     def add_segment(self, kind: int, body: memoryview) -> None:
         """Read a segment of a JPEG, of a kind from 0xE0 on."""
         if kind == 0xE1 and body[: len(_EXIF)] == _EXIF:
@@ -70,6 +85,21 @@ class FileMetadata:
         elif kind == 0xE2 and body[: len(_ICC)] == _ICC and len(body) > len(_ICC) + 2:
             number, self._profile_count = body[len(_ICC) : len(_ICC) + 2]
             self._profile_parts[number] = body[len(_ICC) + 2 :]
+        elif kind == 0xEB and bytes(body[:2]) == b"JP":
+            self._add_jumbf(body)
+
+    def _add_jumbf(self, body: memoryview) -> None:
+        instance, number = bytes(body[2:4]), int.from_bytes(body[4:_JUMBF_HEAD], "big")
+        if number == 1 and bytes(body[_STORE_TYPE]) == b"c2pa":
+            self._add_manifest(body[_JUMBF_HEAD:])
+            self._manifest_instance = instance
+        elif number > 1 and instance == self._manifest_instance and self.manifests == 1:
+            self._manifest_parts.append(body[_JUMBF_HEAD + _BOX_HEAD :])
+
+    def _add_manifest(self, body: memoryview) -> None:
+        self.manifests += 1
+        if self.manifests == 1:
+            self._manifest_parts.append(body)
 
     def add_chunk(self, name: bytes, body: memoryview) -> None:
         """Read a chunk of a PNG or WebP file."""
@@ -77,6 +107,8 @@ class FileMetadata:
             self.exif = self.exif or bytes(body[:_MAX_TEXT])
         elif name == b"XMP ":
             self.xmp = self.xmp or bytes(body[:_MAX_TEXT])
+        elif name in (b"caBX", b"C2PA"):
+            self._add_manifest(body)
         elif name == b"ICCP":
             self._profile_parts.setdefault(1, body[: MAX_PROFILE + 1])
         elif name == b"iCCP" and not self._profile_parts:
@@ -102,8 +134,10 @@ class FileMetadata:
 
     def turn(self, image: Image.Image) -> Image.Image:
         """Return a picture upright."""
+        from PIL import Image
+
         turn = _TURNS.get(_read_exif_orientation(self.exif) or _read_xmp_orientation(self.xmp))
-        return image if turn is None else image.transpose(turn)
+        return image if turn is None else image.transpose(Image.Transpose[turn])
 
 
 def _inflate(data: bytes | memoryview, limit: int) -> bytes:
@@ -131,6 +165,8 @@ def _read_xmp_orientation(xmp: bytes) -> int:
 
 def _read_exif_orientation(exif: bytes) -> int:
     """Return the orientation in Exif data, 1 to 8, of whatever type; 0 if it is not clear."""
+    from PIL import ExifTags, Image
+
     reader = Image.Exif()
     try:
         reader.load(exif)

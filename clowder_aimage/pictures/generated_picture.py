@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from clowder_aimage.generation.encoding import PictureEncoding
 from clowder_aimage.oci import Descriptor, mediatype
+from clowder_aimage.pictures.provenance.annotation import describe_origin
 
 if TYPE_CHECKING:
     from clowder_aimage.model.pipeline import Image
+    from clowder_aimage.pictures.provenance.marking import PictureMarking
 
 _SUFFIXES = {"png": "png", "jpeg": "jpg", "webp": "webp"}
 
@@ -26,16 +28,23 @@ class GeneratedPicture:
 
     @property
     def layer(self) -> Descriptor:
-        """Return its descriptor, titled with the seed."""
+        """Return its descriptor, titled with the seed, with its mark as annotations."""
         title = f"{self.seed}.{_SUFFIXES[self.kind]}"
         descriptor = Descriptor.of(f"image/{self.kind}", self.data)
-        return replace(descriptor, annotations={mediatype.TITLE: title})
+        annotations = {mediatype.TITLE: title, **describe_origin(self.data)}
+        return replace(descriptor, annotations=annotations)
 
 
 def encode_image(
-    image: Image, facts: Mapping[str, Any], encoding: PictureEncoding
+    image: Image,
+    facts: Mapping[str, Any],
+    encoding: PictureEncoding,
+    marking: PictureMarking,
 ) -> GeneratedPicture:
-    """Return the file of an image; ``facts`` are those of its request, without its own seed."""
+    """Return the file of an image; ``facts`` are those of its request, without its own seed.
+
+    Blocks while the file is signed; raises as ``PictureMarking.sign``.
+    """
     # Imported late: a worker without numpy does not encode
     from clowder_aimage.model.picture import encode_picture
     from clowder_aimage.model.picture_metadata import add_quality
@@ -43,5 +52,6 @@ def encode_image(
     kind, quality = encoding.kind, encoding.quality
     stated = add_quality({**facts, "seed": image.seed}, kind, quality)
     shown = stated if encoding.has_facts else None
-    data = encode_picture(image.pixels, shown, kind, quality)
+    data = encode_picture(image.pixels, shown, kind, quality, marking.mark)
+    data = marking.sign(data, kind, shown)
     return GeneratedPicture(data, image.seed, kind, stated)

@@ -136,7 +136,7 @@ class PictureInputs:
     """The pictures of requests, from the files of a store."""
 
     def __init__(self, store: BlobFiles) -> None:
-        self._store = store
+        self.store = store
 
     def open(self, request: GenerateRequest) -> PreparedPicture | TiledPicture | None:
         """Return the picture of a request at its size or in tiles, or None if it has none.
@@ -176,7 +176,7 @@ class PictureInputs:
 
     def _read(self, digest: str, label: str) -> Picture:
         try:
-            path = Path(self._store.find_path(Descriptor("", Digest.parse(digest), 0)))
+            path = Path(self.store.find_path(Descriptor("", Digest.parse(digest), 0)))
             return decode(path.read_bytes(), label)
         except (NotFoundError, OSError):
             raise NotFoundError(f"the {label} {digest} is not in the store") from None

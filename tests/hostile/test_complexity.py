@@ -570,6 +570,14 @@ COVERED = {
         "records, by read_json",
     ),
     "cli/doctor/backend.py": "what this program's own process prints, by read_json",
+    **dict.fromkeys(
+        (
+            "pictures/provenance/manifest_process.py",
+            "pictures/provenance/manifest_report.py",
+        ),
+        "what C2PA's library prints, by read_json, in a process with limits",
+    ),
+    "pictures/provenance/picture_report.py": "the header of a picture, by Pillow",
     "api/picture/request.py": "a bounded field of a form, by read_json",
     "api/ollama/text.py": "a bounded field of a body, by read_json",
     **dict.fromkeys(

@@ -18,7 +18,9 @@ pytest.importorskip("playwright", reason="playwright is not installed")
 
 from playwright.sync_api import expect
 
+from clowder_aimage.model.picture_mark import GENERATED, PictureMark
 from clowder_aimage.model.picture_metadata import read_metadata
+from clowder_aimage.pictures.provenance.marking import read_mark
 from tests.page.picture_steps import kept, make, opened, png
 from tests.page.test_page_accessible import violations
 from tests.process import run
@@ -213,6 +215,7 @@ def test_a_grid_of_two_settings_is_made_cancelled_and_saved(
     cell = np.asarray(opened(kept(page, 7)).convert("RGB"))  # the last one, in the corner
     assert np.array_equal(whole[-12 - 128 : -12, -12 - 128 : -12], cell)
     assert (whole[:40, -100:] < 128).any()  # the label of its column
+    assert read_mark((tmp_path / "grid.png").read_bytes(), "it") == PictureMark(GENERATED)
     page.get_by_label("Values").nth(1).fill("1..9")
     page.get_by_label("Setting").nth(0).select_option("prompt")
     page.get_by_label("Values").nth(0).fill("one\ntwo\nthree")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import io
 import json
 import re
 import urllib.request
@@ -17,9 +18,13 @@ import pytest
 pytest.importorskip("mlx.core", reason="mlx is not installed")
 pytest.importorskip("playwright", reason="playwright is not installed")
 
+from PIL import Image
 from playwright.sync_api import expect
 
+from clowder_aimage.model.picture import encode_picture
+from clowder_aimage.model.picture_mark import COMPOSITE, GENERATED, PictureMark
 from clowder_aimage.model.picture_metadata import read_metadata
+from clowder_aimage.pictures.provenance.marking import read_mark
 from tests.conftest import TINY
 from tests.controlnet_file import tensors, write_file
 from tests.page.conftest import Watch
@@ -480,3 +485,63 @@ def test_facts_of_strangers_are_text_and_have_the_right_types(open_page: Open) -
     expect(page.locator(".pictures-chosen")).to_have_count(1)
     assert draft(page)["images"] == [png("green")]
     take_of_another_program(page)
+
+
+# -- origin
+
+
+def marked(kind: str, mark: PictureMark | None) -> bytes:
+    return encode_picture(np.full((96, 128, 3), 200, np.uint8), None, kind, mark=mark)
+
+
+_ORIGINS = """async (files) => {
+    const { originOf } = await import('/page/origin.js');
+    const bytes = (data) => Uint8Array.from(atob(data), (one) => one.charCodeAt(0));
+    return Promise.all(files.map((data) => originOf(new Blob([bytes(data)]))));
+}"""
+
+
+def read_origins(page: Page, *files: bytes) -> list[dict[str, Any]]:
+    texts = [base64.b64encode(data).decode() for data in files]
+    found: list[dict[str, Any]] = page.evaluate(_ORIGINS, texts)
+    return found
+
+
+def test_the_page_reads_marks_and_signers_as_the_program_does(
+    open_page: Open, tmp_path: Path
+) -> None:
+    signing = pytest.importorskip("tests.provenance.signing", reason="c2pa is not installed")
+    page, signer = open_page(), signing.open_signer(tmp_path)
+    for kind in ("png", "jpeg", "webp"):
+        plain = marked(kind, PictureMark(COMPOSITE))
+        signed = signer.sign(plain, kind, PictureMark(COMPOSITE), (), None)
+        found = read_origins(page, marked(kind, None), plain, signed, signed[:300], b"")
+        short = {"sourceType": "compositeWithTrainedAlgorithmicMedia"}
+        nothing = {"sourceType": "", "isSigned": False, "signer": ""}
+        assert found[:3] == [
+            nothing,
+            nothing | short,
+            short | {"isSigned": True, "signer": "Test pictures"},
+        ]
+        assert found[4] == nothing
+
+
+def test_the_viewer_shows_where_a_picture_is_from_and_the_download_says_it(
+    open_page: Open,
+) -> None:
+    page = open_page(part="gallery")
+    number, _ = make(page, "a red circle")
+    page.locator(".wall-open").first.click()
+    expect(page.locator(".origin")).to_have_text("OriginMade by a model")
+    assert read_mark(kept(page, number), "it") == PictureMark(GENERATED)
+
+
+def test_the_mark_of_a_dropped_picture_is_shown_and_its_loss_is_said(open_page: Open) -> None:
+    page = open_page()
+    give(page, "body", ("made.webp", "image/webp", marked("webp", PictureMark(GENERATED))))
+    expect(page.locator(".origin")).to_have_text("Made by a model")
+    file = io.BytesIO()
+    Image.new("RGB", (128, 96)).save(file, "GIF")
+    give(page, "body", ("old.gif", "image/gif", file.getvalue()))
+    lost = "old.gif becomes a PNG, and what it says about its origin is lost."
+    expect(page.get_by_text(lost)).to_be_visible()

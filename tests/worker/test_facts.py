@@ -18,8 +18,11 @@ pytest.importorskip("aiohttp")
 
 from clowder_aimage.layout.layered_store import LayeredStore
 from clowder_aimage.layout.stored_aimage import read_aimage
+from clowder_aimage.model.picture import encode_picture, read_picture
+from clowder_aimage.model.picture_mark import COMPOSITE, GENERATED, PictureMark
 from clowder_aimage.model.picture_metadata import read_metadata
 from clowder_aimage.oci import Reference
+from clowder_aimage.pictures.provenance.marking import read_mark
 from tests.model.model_oracle import CASES
 from tests.picture_file import load_picture
 from tests.process import Aimage
@@ -128,7 +131,8 @@ def test_all_interfaces_say_that_a_prompt_is_cut(worker: LocalWorker) -> None:
 def test_png_facts_can_be_omitted(worker: LocalWorker) -> None:
     said, silent = drawn(worker.url), drawn(worker.url, png_facts=False)
     assert read_metadata(said)["seed"] == 7
-    assert not [kind for kind in CHUNKS if kind in silent]
+    assert [kind for kind in CHUNKS if kind in silent] == [b"iTXt"]  # the mark
+    assert read_mark(silent, "it") == read_mark(said, "it") == PictureMark(GENERATED)
     assert b"a dog" in said and b"a dog" not in silent
     assert ollama(worker.url, png_facts=False) == silent
     assert pixels_of(silent) == pixels_of(said)
@@ -138,6 +142,25 @@ def test_png_facts_that_are_not_boolean_are_refused(worker: LocalWorker) -> None
     assert refusal(worker.url, png_facts="no")["param"] == "png_facts"
     status, _, body = ask(worker.url, "/api/generate", png_facts="no")
     assert (status, "png_facts" in json.loads(body)["error"]) == (400, True)
+
+
+def test_the_operator_turns_the_mark_off_and_the_facts_say_so(worker: LocalWorker) -> None:
+    unmarked = worker.start("--no-mark")
+    said, marked = drawn(unmarked.url), drawn(worker.url)
+    assert read_mark(said, "it") is None and read_mark(marked, "it") is not None
+    assert read_metadata(said) == read_metadata(marked) | {"mark": False}
+    assert pixels_of(said) == pixels_of(marked)
+    assert not [kind for kind in CHUNKS if kind in drawn(unmarked.url, png_facts=False)]
+    assert run(worker, "--steps", 2, "--no-mark") == said
+
+
+def test_an_edit_of_a_picture_from_outside_is_a_composite(worker: LocalWorker) -> None:
+    made = drawn(worker.url)
+    outside = encode_picture(read_picture(made, "it").pixels, None)
+    for data, source_type in ((made, GENERATED), (outside, COMPOSITE)):
+        image = f"data:;base64,{base64.b64encode(data).decode()}"
+        edited = drawn(worker.url, image=image, strength=0.5, output_format="webp")
+        assert read_mark(edited, "it") == PictureMark(source_type)
 
 
 # -- sizes and shifts

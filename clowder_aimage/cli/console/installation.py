@@ -26,6 +26,7 @@ class Extra(NamedTuple):
 
 
 EXTRAS = {
+    "c2pa": Extra("c2pa", "pictures that are signed, and their signatures"),
     "fleet": Extra("nats", "many workers behind one address"),
     "format": Extra("jinja2", "results by a template"),
     "hf": Extra("huggingface_hub", "models of the Hugging Face hub"),

@@ -96,6 +96,7 @@ def show() -> None:
         _build_store_value(chosen),
         _build_single_writer_value(file),
         _build_run_value(file),
+        *_iter_signing_settings(file),
         *_iter_server_settings(file),
         *_iter_names(file),
         *_iter_registry_settings(file),
@@ -146,6 +147,13 @@ def _build_run_value(file: Path | None) -> Value:
     section = read_configuration(file, lambda document: document.get("run", {}))
     is_given = "remote" in section
     return Value("run.remote", section.get("remote", False), str(file) if is_given else "default")
+
+
+def _iter_signing_settings(file: Path | None) -> Iterator[Value]:
+    """Yield the settings that sign pictures, as written: the names of files, not their content."""
+    section = read_configuration(file, lambda document: document.get("picture", {}))
+    for name, value in section.get("signing", {}).items():
+        yield Value(f"picture.signing.{name}", value, str(file))
 
 
 def _iter_server_settings(file: Path | None) -> Iterator[Value]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,7 @@ from clowder_aimage.cli.console.option import (
     connection_options,
     device_option,
     get_settings,
+    options,
     verb,
 )
 from clowder_aimage.cli.console.output import format_count, note, print_result
@@ -53,45 +54,51 @@ from clowder_aimage.oci import Descriptor, Digest, Reference
 
 if TYPE_CHECKING:
     from clowder_aimage.model.picture import StoredPicture
+    from clowder_aimage.registry import ClientOptions
+
+
+replay_options = options(
+    click.option(
+        "--image",
+        "images",
+        metavar="SOURCE",
+        multiple=True,
+        help="A picture that PICTURE began with, or that was edited.",
+    ),
+    click.option("--mask", metavar="SOURCE", help="The mask of PICTURE."),
+    click.option("--control", metavar="SOURCE", help="The picture that guided PICTURE."),
+    lora_options,
+    click.option(
+        "--backend",
+        type=click.Choice(BACKENDS),
+        help="Library to compute with. [default: that of PICTURE, if it is installed]",
+    ),
+    device_option,
+    click.option(
+        "--tolerance",
+        type=click.IntRange(0, 255),
+        default=0,
+        help="Largest difference of a value, in 1/255, at which pictures count as equal. "
+        "[default: 0]",
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The result of a replay: its value as JSON, and in words."""
+
+    is_equal: bool
+    value: dict[str, Any]
+    text: str
 
 
 @examples("aimage replay circles.png")
 @verb
 @click.argument("picture")
-@click.option(
-    "--image",
-    "images",
-    metavar="SOURCE",
-    multiple=True,
-    help="A picture that PICTURE began with, or that was edited.",
-)
-@click.option("--mask", metavar="SOURCE", help="The mask of PICTURE.")
-@click.option("--control", metavar="SOURCE", help="The picture that guided PICTURE.")
-@lora_options
-@click.option(
-    "--backend",
-    type=click.Choice(BACKENDS),
-    help="Library to compute with. [default: that of PICTURE, if it is installed]",
-)
-@device_option
-@click.option(
-    "--tolerance",
-    type=click.IntRange(0, 255),
-    default=0,
-    help="Largest difference of a value, in 1/255, at which pictures count as equal. [default: 0]",
-)
+@replay_options
 @connection_options
-def replay(
-    picture: str,
-    images: tuple[str, ...],
-    mask: str | None,
-    control: str | None,
-    loras: tuple[str, ...],
-    lora_dir: Path | None,
-    backend: str | None,
-    device: str | None,
-    tolerance: int,
-) -> int:
+def replay(picture: str, **values: Any) -> int:
     """Generate PICTURE again from the metadata in it, and compare the two.
 
     PICTURE is a PNG, JPEG or WebP file, or oci://HOST/REPO:TAG[#TITLE]. Its input pictures are read
@@ -104,24 +111,54 @@ def replay(
     formats lose. Another library or device rounds differently: pictures may differ a little.
     """
     with needs("running a model", "mlx"):
+        read = _read(picture)
+    comparison = replay_picture(picture, read, **values)
+    print_result(comparison.value, comparison.text)
+    return 0 if comparison.is_equal else VerificationError.exit_code
+
+
+def replay_picture(
+    picture: str,
+    read: StoredPicture,
+    *,
+    images: tuple[str, ...],
+    mask: str | None,
+    control: str | None,
+    loras: tuple[str, ...],
+    lora_dir: Path | None,
+    backend: str | None,
+    device: str | None,
+    tolerance: int,
+    may_pull: bool = True,
+) -> Comparison:
+    """Generate a picture again, and compare; ``picture`` names it. The others are options.
+
+    Raises:
+        UsageError: Its metadata are not those of a request, or the options do not fit them.
+        VerificationError: It was resized, or an input has another digest.
+        NotFoundError: The store lacks an input; or the AImage or an adapter, which may not be
+            pulled.
+    """
+    with needs("running a model", "mlx"):
         from clowder_aimage.model.picture import compare_pictures
 
-    read = _read(picture)
     metadata = read.metadata
     reference = _parse_reference(picture, metadata)
     request = _request(picture, metadata)
-    _note_registry(picture, reference)
+    if may_pull:
+        _note_registry(picture, reference)
     request = _replace_adapters(request, read_uses(loras, lora_dir))
     _find_inputs(
         picture,
         request,
         {"image": images, "mask": _wrap_source(mask), "control": _wrap_source(control)},
     )
-    connect = cache(get_settings().build_client_options)
+    connect = cache(get_settings().build_client_options if may_pull else _refuse_pull)
     finder = create_adapter_finder(lora_dir, connect)
     for use in request.adapters.loras:
         is_own = use.model.startswith(OWN)
-        if use.digest is not None and not is_own and not is_file(use.model, lora_dir):
+        is_named = may_pull and not is_own and not is_file(use.model, lora_dir)
+        if use.digest is not None and is_named:
             name = Reference.parse(use.model)
             _note_registry(picture, name.with_digest(Digest.parse(use.digest)))
     # Before the model, which is larger.
@@ -162,13 +199,20 @@ def replay(
         text = f"equal within {tolerance}/255: {text.removeprefix('differs: ')}"
     if comparison.largest and metadata.get("backend") not in (None, model.backend):
         text += f"; it was made on {metadata['backend']}, and again on {model.backend}"
-    print_result(value, text)
-    return 0 if is_equal else VerificationError.exit_code
+    return Comparison(is_equal, value, text)
+
+
+def _refuse_pull() -> ClientOptions:
+    """Raise NotFoundError, in place of a connection to a registry."""
+    raise NotFoundError(
+        "the store lacks the model of the picture, or an adapter", hint="--pull fetches it"
+    )
 
 
 def _read(picture: str) -> StoredPicture:
     """Return a picture of a file or of an artifact, with its metadata."""
-    from clowder_aimage.model.picture import build_metadata_error, read_file, read_picture
+    from clowder_aimage.model.picture import build_metadata_error, read_picture
+    from clowder_aimage.model.picture_file import read_file
 
     data, stated = b"", dict[str, Any]()
     if picture.lower().startswith("oci://"):

@@ -132,6 +132,18 @@ def _parse_sides(text: str) -> tuple[int, ...] | None:
         "--open/--no-open", "show", default=None, help="Open the picture in a viewer. [macOS: open]"
     ),
     click.option(
+        "--mark/--no-mark",
+        "is_marked",
+        default=True,
+        help="Say in the file that a machine made the picture. [default: yes]",
+    ),
+    click.option(
+        "--sign/--no-sign",
+        "is_signed",
+        default=True,
+        help="Sign the picture, if the configuration names a key. [default: yes]",
+    ),
+    click.option(
         "--push",
         metavar="HOST/REPO:TAG",
         callback=parse_with(parse_reference),
@@ -177,6 +189,8 @@ def run(
     precision: str | None,
     local: bool,
     remote: bool,
+    is_marked: bool,
+    is_signed: bool,
     **values: Any,
 ) -> None:
     """Generate a picture of PROMPT, or an answer to it, with the model REF.
@@ -214,7 +228,15 @@ def run(
         bool(values["compile"]), values["attention"], values["device"], values["compute"]
     )
     options = LocalOptions(
-        dtype, memory, backend, tuning, precision, values["lora_dir"], is_last=prompt is not None
+        dtype,
+        memory,
+        backend,
+        tuning,
+        precision,
+        values["lora_dir"],
+        is_last=prompt is not None,
+        is_marked=is_marked,
+        is_signed=is_signed,
     )
     draft = None if is_text else drafts[0]
     worker = _open_worker(reference, client, draft, options, is_local=local)

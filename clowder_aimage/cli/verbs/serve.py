@@ -34,7 +34,7 @@ from clowder_aimage.cli.console.option import (
     verb,
     yes_option,
 )
-from clowder_aimage.cli.console.output import print_result
+from clowder_aimage.cli.console.output import note, print_result
 from clowder_aimage.cli.console.remedy import format_advice
 from clowder_aimage.config.user_directory import find_config_file
 from clowder_aimage.errors import UsageError, needs
@@ -357,6 +357,16 @@ allow_origin_option = click.option(
         default=None,
         help="Write prompt, seed and other metadata into picture files. [default: yes]",
     ),
+    click.option(
+        "--mark/--no-mark",
+        default=None,
+        help="Say in picture files that a machine made them. [default: yes]",
+    ),
+    click.option(
+        "--sign/--no-sign",
+        default=None,
+        help="Sign picture files, if the configuration names a key. [default: yes]",
+    ),
 )
 @in_section(
     "Computation",
@@ -424,7 +434,22 @@ def serve(aliases: tuple[str, ...], is_node: bool, opens: bool, **options: Any) 
             access = build_fleet_access(config.join, access_options, WORKER)
         if config.worker_name and not is_worker_name(config.worker_name):
             raise UsageError(f"--worker-name: a worker may not be named {config.worker_name!r}")
-    run_server(_obtain_models(config), node, access, opens=opens)
+    run_server(_with_signing(_obtain_models(config)), node, access, opens=opens)
+
+
+def _with_signing(config: Settings) -> Settings:
+    """Return settings with the key that signs pictures, if there is one. Raises UsageError."""
+    from clowder_aimage.document.schema import read_configuration
+    from clowder_aimage.pictures.provenance.signing_settings import parse_signing
+
+    file = find_config_file()
+    signing = read_configuration(file, lambda document: parse_signing(document, file))
+    if signing is None or not (config.mark and config.sign):
+        return config
+    from clowder_aimage.pictures.provenance.signer import PictureSigner
+
+    PictureSigner.open(signing, note).check()
+    return config.with_signing(signing)
 
 
 def _obtain_models(config: Settings) -> Settings:

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from clowder_aimage.generate import RunnableModel
     from clowder_aimage.model.adapter_source import AdapterFinder
     from clowder_aimage.oci import Descriptor
+    from clowder_aimage.pictures.provenance.signer import PictureSigner
     from clowder_aimage.pull import PullOptions
 
 
@@ -55,6 +56,7 @@ class LocalImageModel:
     finder: AdapterFinder
     fetched: FetchedModel
     variant: str | None = None
+    signer: PictureSigner | None = None
     _loaded: RunnableModel | None = None
     _pull: BackgroundPull | None = None
 
@@ -67,6 +69,7 @@ class LocalImageModel:
         Raises as ``choose_library``, ``AdapterFinder.fetch``, ``fetch_model``.
         """
         choose_library(options.backend, options.tuning)
+        signer = _open_signer() if options.is_marked and options.is_signed else None
         connect = cache(get_settings().build_client_options)
         with needs("running a model", "mlx"):
             finder = create_adapter_finder(options.lora_dir, connect)
@@ -83,6 +86,7 @@ class LocalImageModel:
             finder,
             fetched,
             None if fetched_name == reference else variant,
+            signer,
         )
 
     def load(
@@ -135,7 +139,9 @@ class LocalImageModel:
             *request.input.references,
         )
         events = model.generate(request)
-        metadata = describe_picture(self.reference, model, request)
+        is_marked = self.options.is_marked
+        marking = model.plan_marking(request, self.signer, is_marked=is_marked)
+        metadata = describe_picture(self.reference, model, request, marking)
         for warning in metadata.get("warnings", ()):
             note_once(f"warning: {warning}")
         with contextlib.closing(events):
@@ -145,7 +151,7 @@ class LocalImageModel:
                 remark("warning: this takes many times longer than with OpenBLAS; to install it:")
                 remark(f"  {install_command('mlx')}")
             for picture in show_steps(arrived, request):
-                yield encode_image(picture, metadata, PictureEncoding(task.kind))
+                yield encode_image(picture, metadata, PictureEncoding(task.kind), marking)
 
     def _replace(self, pull: BackgroundPull, draft: GenerateRequest) -> None:
         """Load the AImage itself in place of its variant, or print the reason of a failure."""
@@ -178,6 +184,22 @@ def _to_request(aimage: AImage, draft: GenerateRequest) -> GenerateRequest:
     for warning in describe_ignored_parameters(request, draft.stated or ()):
         note_once(f"warning: {warning}")
     return request
+
+
+def _open_signer() -> PictureSigner | None:
+    """Return the signer that the configuration names, None without one. Raises UsageError."""
+    from clowder_aimage.config.user_directory import find_config_file, read_user_configuration
+    from clowder_aimage.pictures.provenance.signing_settings import parse_signing
+
+    file = find_config_file()
+    settings = read_user_configuration(lambda document: parse_signing(document, file))
+    if settings is None:
+        return None
+    from clowder_aimage.pictures.provenance.signer import PictureSigner
+
+    signer = PictureSigner.open(settings, lambda text: note_once(f"warning: {text}"))
+    signer.check()
+    return signer
 
 
 def _choose_variant(reference: Reference, precision: str, connect: Connect) -> Reference:

@@ -36,7 +36,8 @@ class LocalOptions:
 
     dtype, backend, tuning: to compute with. memory: bytes that it may take; None for the machine's.
     precision: of a smaller variant that is used until the AImage has been pulled. lora_dir: a
-    directory of adapters. is_last: no prompts follow the first.
+    directory of adapters. is_last: no prompts follow the first. is_marked: the files say that a
+    machine made the pictures. is_signed: they are signed if the configuration names a key.
     """
 
     dtype: str | None = None
@@ -46,6 +47,8 @@ class LocalOptions:
     precision: str | None = None
     lora_dir: Path | None = None
     is_last: bool = True
+    is_marked: bool = True
+    is_signed: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -123,10 +123,11 @@ class PictureOrder:
 def _write_sheet(output: PictureOutput, prompt: str, pictures: list[GeneratedPicture]) -> str:
     """Write a sheet of pictures; return its path."""
     from clowder_aimage.model.picture import render_contact_sheet
+    from clowder_aimage.pictures.provenance.marking import read_mark
 
-    return str(
-        output.write_sheet(render_contact_sheet([(p.seed, p.data) for p in pictures]), prompt)
-    )
+    mark = read_mark(pictures[0].data, "the picture")
+    sheet = render_contact_sheet([(picture.seed, picture.data) for picture in pictures], mark)
+    return str(output.write_sheet(sheet, prompt))
 
 
 def order_drafts(values: Mapping[str, Any], prompt: str) -> tuple[GenerateRequest, ...]:

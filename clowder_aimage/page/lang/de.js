@@ -275,6 +275,14 @@ export const de = {
   'compare.before': '{side}: neueres Bild',
   'compare.after': '{side}: älteres Bild',
   'compare.same': 'Alle Einstellungen sind gleich.',
+  // origin
+  'origin.title': 'Herkunft',
+  'origin.trainedAlgorithmicMedia': 'Von einem Modell gemacht',
+  'origin.compositeWithTrainedAlgorithmicMedia': 'Von einem Modell aus anderen Bildern gemacht',
+  'origin.none': 'Die Datei sagt nichts darüber.',
+  'origin.signer': 'Signiert von',
+  'origin.unchecked': '{signer} (hier nicht geprüft)',
+  'origin.lost': '{name} wird ein PNG. Angaben zur Herkunft gehen verloren.',
   // facts
   'facts.title': 'Angaben',
   'facts.command': 'Als Befehl',

@@ -252,6 +252,14 @@ export const en = {
   'compare.before': '{side}: newer picture',
   'compare.after': '{side}: older picture',
   'compare.same': 'All settings are the same.',
+  // origin
+  'origin.title': 'Origin',
+  'origin.trainedAlgorithmicMedia': 'Made by a model',
+  'origin.compositeWithTrainedAlgorithmicMedia': 'Made by a model from other pictures',
+  'origin.none': 'The file says nothing about it.',
+  'origin.signer': 'Signed by',
+  'origin.unchecked': '{signer} (not checked here)',
+  'origin.lost': '{name} becomes a PNG, and what it says about its origin is lost.',
   // facts
   'facts.title': 'Facts',
   'facts.command': 'As a command',
