@@ -47,6 +47,8 @@ class SignaturePlace(ABC):
 
     def __init__(self, source: Source) -> None:
         self._source = source
+        # The manifest that was read last, and then its blobs
+        self.last = list[tuple[Descriptor, bytes]]()
 
     @abstractmethod
     def list_bundles(self, subject: Digest) -> Sequence[Descriptor]:
@@ -58,13 +60,15 @@ class SignaturePlace(ABC):
 
     def read_manifest(self, content: Descriptor) -> Manifest:
         """Read the manifest of a signature. Raises AccessError, ContentError."""
-        return Manifest.parse(
-            read_all(self._source.open(content), content, MAX_BUNDLE), content.media_type
-        )
+        raw = read_all(self._source.open(content), content, MAX_BUNDLE)
+        self.last = [(content, raw)]
+        return Manifest.parse(raw, content.media_type)
 
     def read_blob(self, content: Descriptor) -> bytes:
         """Read a bundle or a payload. Raises AccessError, ContentError."""
-        return read_all(self._source.open(content), content, MAX_BUNDLE)
+        raw = read_all(self._source.open(content), content, MAX_BUNDLE)
+        self.last.append((content, raw))
+        return raw
 
 
 class RegistryPlace(SignaturePlace):
