@@ -7,7 +7,7 @@ one. Who asks, and what is demanded, is decided above them (``trust/gate.py``).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Protocol
 
@@ -28,6 +28,11 @@ class Gate(Protocol):
 
     def admit_stored(self, store: Source, content: Descriptor) -> None:
         """Decide about a manifest in a store, by the names that it came from."""
+
+    def admit_named(
+        self, store: Source, content: Descriptor, references: Sequence[Reference]
+    ) -> None:
+        """Decide about a stored manifest by names that it is to get, or came by."""
 
     def record(self, store: Source, content: Descriptor, reference: Reference) -> None:
         """Record that a manifest in a store has a name, and why it was admitted."""

@@ -9,13 +9,19 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import datetime
 from typing import TypeVar
 
 from clowder_aimage.content.store import Source
 from clowder_aimage.content.verified_reader import read_all
-from clowder_aimage.errors import FormatError, NotFoundError, SignatureError, VerificationError
+from clowder_aimage.errors import (
+    FormatError,
+    NotFoundError,
+    SignatureError,
+    UsageError,
+    VerificationError,
+)
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference
 from clowder_aimage.registry import Repository
@@ -116,6 +122,26 @@ class StorePlace(SignaturePlace):
         end = f":{build_signature_tag(subject)}"
         named = (entry for name, entry in self._layout.list_tags() if name.endswith(end))
         return next(named, None)
+
+
+def iter_stored_signatures(
+    layout: ImageLayout, subjects: Collection[Digest]
+) -> Iterator[tuple[Reference, Descriptor]]:
+    """Yield the names in a store that are signatures of manifests, with their manifests."""
+    tags = {build_signature_tag(subject) for subject in subjects}
+    place = StorePlace(layout)
+    for name, entry in layout.list_tags():
+        try:
+            reference = Reference.parse(name)
+            if entry.extra.get("artifactType") == MEDIA_TYPE:
+                subject = place.read_manifest(entry).subject
+                if subject is not None and subject.digest in subjects:
+                    yield reference, entry
+            elif reference.tag in tags:
+                yield reference, entry
+        except (UsageError, *_REJECTIONS):
+            # Another tool's name, or a damaged signature, which is none
+            continue
 
 
 def find_signature(

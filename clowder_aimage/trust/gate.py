@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
@@ -103,6 +103,12 @@ class PolicyGate:
 
     def admit_stored(self, store: Source, content: Descriptor) -> None:
         """Decide about a manifest by the names that it has and had. Raises SignatureError."""
+        self.admit_named(store, content, ())
+
+    def admit_named(
+        self, store: Source, content: Descriptor, references: Sequence[Reference]
+    ) -> None:
+        """Decide about a manifest, also by names that it is to get. Raises SignatureError."""
         assert isinstance(store, ImageLayout)  # noqa: S101 - the only store that asks
         document = parse_content(read_all(_Unchecked(store).open(content), content), content)
         if is_signature(document):
@@ -110,7 +116,8 @@ class PolicyGate:
             return
         record = _read_record(store, content.digest)
         names = set(record.get("names", ()))
-        names |= {build_rule_name(reference) for reference in _list_names(store, content.digest)}
+        known = (*references, *_list_names(store, content.digest))
+        names |= {build_rule_name(reference) for reference in known}
         rules = {rule.id: rule for name in names if (rule := self._policy.find(name)) is not None}
         if not names and not self._is_listed(store, content):
             self._refuse_unknown(content)
@@ -118,8 +125,8 @@ class PolicyGate:
         for rule in rules.values():
             if rule.mode is Mode.OFF or rule.id in accepted:
                 continue
-            known = self._admitted.get(content.digest, {}).get(rule.id)
-            accepted[rule.id] = known or self._decide_stored(store, rule, content.digest, record)
+            admitted = self._admitted.get(content.digest, {}).get(rule.id)
+            accepted[rule.id] = admitted or self._decide_stored(store, rule, content.digest, record)
         if record.get("accepted", {}) != accepted or set(record.get("names", ())) != names:
             _write_record(
                 store,

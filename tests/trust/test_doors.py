@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ CHECKED: dict[str, tuple[tuple[str, ...], ...]] = {
     "attach": (("NAME", "--get", "-o", "out"),),
     "batch": (),
     "blob fetch": (("REPOSITORY@BLOB", "-o", "out"),),
-    "convert": (("NAME", "converted", "--dtype", "float16"),),
+    "convert": (("NAME", "converted", "--dtype", "f16"),),
     "copy": (("NAME", "OTHER"),),
     "create": (),
     "diff": (("NAME", "NAME"),),
@@ -78,3 +77,218 @@ def test_each_verb_is_in_the_table_of_doors() -> None:
         is_fleet = verb.partition(" ")[0] == "fleet"
         assert is_fleet or sum(places) >= 1, f"{verb} is in no table of doors"
     assert set(CHECKED) | UNCHECKED <= set(list_verbs())
+
+
+CALLS = [(verb, call) for verb, calls in CHECKED.items() for call in calls]
+
+
+class Place:
+    """A model in a registry and in a store, a policy about it, and its signer."""
+
+    def __init__(self, pushed: Any, tmp_path: Path, machine: Path) -> None:
+        self.here, self.name = pushed, str(pushed.name)
+        self.repository = self.name.rpartition(":")[0]
+        self.empty = Aimage(tmp_path, tmp_path / "empty")
+        self.private, self.public = write_key(tmp_path, "signer")
+        self.digest = pushed("resolve", self.name).line
+        self.machine = machine
+        manifest = json.loads(pushed("manifest", "fetch", self.name).out)
+        self.config = manifest["config"]["digest"]
+
+    def enforce(self, pattern: str = "", **rule: Any) -> None:
+        write_policy(self.machine, pattern or f"{self.repository}*", self.public, **rule)
+
+    def sign(self, *options: object) -> None:
+        self.here("sign", self.name, "--key", self.private, "-q", *options)
+
+    def place(self, call: tuple[str, ...]) -> list[str]:
+        words = {
+            "NAME": self.name,
+            "OTHER": f"{self.repository}-other:v1",
+            "REPOSITORY@DIGEST": f"{self.repository}@{self.digest}",
+            "REPOSITORY@BLOB": f"{self.repository}@{self.config}",
+        }
+        return [words.get(word, word) for word in call]
+
+
+@pytest.fixture
+def place(pushed: Any, tmp_path: Path, without_machine_policy: Path) -> Place:
+    return Place(pushed, tmp_path, without_machine_policy)
+
+
+def test_no_door_gives_out_what_has_no_signature(place: Place) -> None:
+    place.enforce()
+    for verb, call in CALLS:
+        # With the model in the store, and without it.
+        for aimage in (place.here, place.empty):
+            done = aimage.attempt(*verb.split(), *place.place(call))
+            refused = "is refused by rule 1" in done.err or "of no manifest that" in done.err
+            is_absent = aimage is place.empty and done.code == 3
+            assert is_absent or (done.code == 5 and refused), (verb, call, done)
+    assert not (place.here.home / "out").exists()
+    assert not list((place.empty.store / "blobs").rglob("*/*"))
+
+
+def test_a_policy_that_cannot_be_used_closes_every_door(place: Place) -> None:
+    place.sign()
+    unnamed = "rules: [{pattern: '*'}]"
+    for text in (
+        "",
+        "rules: []",
+        "{",
+        unnamed,
+        "rules: [{pattern: x, kees: []}]",
+    ):
+        place.machine.write_text(text)
+        for aimage, verb in ((place.here, "export"), (place.empty, "pull")):
+            words = (place.name, "out") if verb == "export" else (place.name,)
+            assert "policy" in aimage(verb, *words, code=2).err
+
+
+def test_what_is_signed_comes_in_and_is_used_without_its_registry(
+    place: Place, registry: Any
+) -> None:
+    place.sign()
+    place.enforce()
+    mark = registry.mark()
+    place.empty("pull", place.name, "-q")
+    counts = registry.count(mark, place.repository.partition("/")[2])
+    # A list of referrers, which this registry has under a tag, a signature, and its bundle.
+    assert counts["GET manifest"] <= 4
+    place.empty("export", place.name, "out", "-q")
+    # The signature came with it: another version of the rule looks at it again.
+    place.enforce(offline=True)
+    place.empty("export", place.name, "again", "-q")
+    place.empty("verify", place.name, "--signature", "--offline", "--key", place.public)
+    assert place.empty("trust", "check", place.name, "--json").value["accepted"] is True
+
+
+@pytest.mark.parametrize("form", ["bundle", "cosign-tag"])
+def test_signatures_of_others_do_not_open_a_door(place: Place, tmp_path: Path, form: str) -> None:
+    """Signatures of another digest, by another key, and by the key of another repository."""
+    other = write_key(tmp_path, "other")[0]
+    place.here("sign", place.name, "--key", other, "--as", form, "-q")
+    place.enforce()
+    refused = place.empty("pull", place.name, code=5)
+    assert "by none of the expected keys" in refused.err
+    place.sign("--as", form)
+    place.empty("pull", place.name, "-q")
+
+
+def test_a_form_that_the_rule_does_not_accept_does_not_open_a_door(place: Place) -> None:
+    place.sign("--as", "cosign-tag")
+    place.enforce(formats=["bundle"])
+    place.empty("pull", place.name, code=5)
+    place.enforce(formats=["bundle", "cosign-tag"])
+    place.empty("pull", place.name, "-q")
+
+
+def test_another_name_does_not_lift_a_demand(place: Place) -> None:
+    """The name of another tool, a renamed tag, and a name of the registry that is open."""
+    place.here("tag", place.name, "mine", "-q")
+    place.enforce()
+    for name in ("mine", place.name):
+        place.here("export", name, "out", code=5)
+    # The first name is removed: what it demanded is recorded.
+    place.here("tag", "mine", "again", "-q")
+    place.here("rm", place.name, "-q")
+    place.here("rm", "mine", "-q")
+    assert place.repository in place.here("export", "again", "out", code=5).err
+
+
+def test_a_name_of_another_tool_is_judged_by_it(place: Place) -> None:
+    index = place.here.store / "index.json"
+    place.enforce("protected/*")
+    text = index.read_text()
+    index.write_text(
+        text.replace('"small:latest"', '"protected/x:v1"').replace('"small"', '"protected/x:v1"')
+    )
+    place.here("export", "protected/x:v1", "out", code=5)
+
+
+def test_a_signed_index_admits_its_manifests_and_no_other(place: Place, tmp_path: Path) -> None:
+    from clowder_aimage.content import build_bytes_body
+    from clowder_aimage.layout import ImageLayout
+    from clowder_aimage.oci import Descriptor, Reference, mediatype
+    from clowder_aimage.oci.manifest import encode
+    from clowder_aimage.registry import ClientOptions, Repository
+    from clowder_aimage.sign import _attach_bundle, sign_with
+    from clowder_aimage.trust.acceptance import Format
+    from clowder_aimage.trust.statement import COSIGN_SIGN, build_cosign_statement
+    from tests.trust.key_files import create_signer
+
+    child = ImageLayout(place.here.store).resolve(Reference.parse(place.name))
+    index = encode(
+        {"schemaVersion": 2, "mediaType": mediatype.OCI_INDEX, "manifests": [child.to_json()]}
+    )
+    reference = Reference.parse(f"{place.repository}:all")
+    content = Descriptor.of(mediatype.OCI_INDEX, index)
+    with Repository(reference, ClientOptions(docker_config=tmp_path)) as repository:
+        repository.push(content, build_bytes_body(index), reference)
+        # Only the index is signed.
+        statement = build_cosign_statement(content.digest)
+        bundle = sign_with(create_signer("signer"), Format.BUNDLE)(statement)
+        _attach_bundle(repository, reference, content, bundle, COSIGN_SIGN)
+    place.enforce()
+    place.empty("pull", f"{place.repository}@{child.digest}", code=5)
+    place.empty("pull", str(reference), "-q")
+    place.empty("export", str(reference), "out", "-q")
+    # The rule changes: the signature of the index counts again.
+    place.enforce(offline=True)
+    place.empty("export", str(reference), "again", "-q")
+
+
+def test_a_warning_does_not_refuse(place: Place, caplog: pytest.LogCaptureFixture) -> None:
+    place.enforce(mode="warn")
+    place.empty("pull", place.name, "-q")
+    assert any("would be refused" in message for message in caplog.messages)
+    place.enforce(mode="enforce")
+    place.empty("export", place.name, "out", code=5)
+
+
+def test_a_policy_that_is_swapped_while_a_process_runs_counts_at_once(place: Place) -> None:
+    place.sign()
+    place.enforce()
+    place.empty("pull", place.name, "-q")
+    _, other = write_key(place.machine.parent, "other")
+    write_policy(place.machine, "*", other)
+    place.empty("export", place.name, "out", code=5)
+    assert place.empty("trust", "check", place.name, code=5).out.startswith(f"{place.name}: refus")
+
+
+def test_an_archive_brings_nothing_past_the_policy(place: Place) -> None:
+    place.here("save", place.name, "-o", place.here.home / "model.tar", "-q")
+    place.enforce()
+    archive = place.here.home / "model.tar"
+    place.empty("load", archive, code=5)
+    # The archive states the name that it has been saved under.
+    place.empty("load", archive, "--as", "renamed", code=5)
+    assert place.empty("ls", "--json").value == []
+    place.sign("--local")
+    place.here("save", place.name, "-o", archive, "-q")
+    place.enforce(offline=True)
+    place.empty("load", archive, "-q")
+    place.empty("export", place.name, "out", "-q")
+
+
+def test_a_lower_store_brings_nothing_past_the_policy(place: Place, tmp_path: Path) -> None:
+    lower = copy_store(place.here.store, tmp_path / "lower")
+    place.enforce()
+    upper = Aimage(tmp_path, tmp_path / "upper")
+    upper.environment["AIMAGE_STORE"] = f"{tmp_path / 'upper'}:{lower}"
+    upper("export", place.name, "out", code=5)
+
+
+def test_the_rules_of_a_user_do_not_lift_those_of_the_machine(place: Place) -> None:
+    place.enforce()
+    config = place.here.home / "config" / "aimage" / "config.json"
+    config.parent.mkdir(parents=True, exist_ok=True)
+    config.write_text(json.dumps({"trust": {"rules": [{"pattern": "*", "mode": "off"}]}}))
+    place.here("export", place.name, "out", code=5)
+    place.machine.unlink()
+    place.here("export", place.name, "out", "-q")
+    # A configuration that may have a policy is not left out because it is malformed.
+    config.write_text('{"trust": {')
+    place.here("export", place.name, "again", code=2)
+    config.write_text("{")
+    place.here("export", place.name, "again", "-q")
