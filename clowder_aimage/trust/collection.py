@@ -131,9 +131,13 @@ def iter_stored_signatures(
     tags = {build_signature_tag(subject) for subject in subjects}
     place = StorePlace(layout)
     for name, entry in layout.list_tags():
+        is_bundle = entry.extra.get("artifactType") == MEDIA_TYPE
+        # Stores may have 100,000 names.
+        if not is_bundle and not name.endswith(".sig"):
+            continue
         try:
             reference = Reference.parse(name)
-            if entry.extra.get("artifactType") == MEDIA_TYPE:
+            if is_bundle:
                 subject = place.read_manifest(entry).subject
                 if subject is not None and subject.digest in subjects:
                     yield reference, entry
