@@ -98,3 +98,11 @@ def test_a_document_that_is_empty_or_contradictory_is_refused(
 ) -> None:
     with pytest.raises(UsageError, match=message):
         build(tmp_path, *rules)
+
+
+def test_a_policy_is_validated_by_its_schema(aimage: Any, tmp_path: Path) -> None:
+    path = tmp_path / "trust.yaml"
+    path.write_text("rules:\n  - pattern: '*'\n    keys: [signer.pub]\n")
+    aimage()("validate", path)
+    path.write_text("rules:\n  - pattern: '*'\n    kees: [signer.pub]\n")
+    assert "kees" in aimage()("validate", path, code=5).out
