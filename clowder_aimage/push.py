@@ -25,6 +25,7 @@ from clowder_aimage.dialect import FALLBACK_ORDER, READABLE, Dialect
 from clowder_aimage.errors import (
     AccessError,
     AImageError,
+    ContentError,
     FormatError,
     ManifestRefusedError,
     ModelError,
@@ -257,12 +258,13 @@ def _plan_transfer(
                 tag = build_signature_tag(subject.digest)
                 name = target.with_digest(root.digest)
                 is_tagged = root.extra.get("artifactType") != MEDIA_TYPE
-                plans[root.digest] = (
-                    plan_copy(
-                        source_repository, Descriptor(root.media_type, root.digest, root.size)
-                    ),
-                    replace(target, tag=tag, digest=None) if is_tagged else name,
-                )
+                content = Descriptor(root.media_type, root.digest, root.size)
+                # What is no signature is not carried.
+                with contextlib.suppress(NotFoundError, ContentError):
+                    plans[root.digest] = (
+                        plan_copy(source_repository, content),
+                        replace(target, tag=tag, digest=None) if is_tagged else name,
+                    )
         for subject, _ in plan.documents if recursive else ():
             for _, _, entry in source_repository.iter_referrers(subject.digest):
                 # Registries may list referrers that were deleted.

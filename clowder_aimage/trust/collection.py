@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextvars import copy_context
 from datetime import datetime
 from typing import TypeVar
 
@@ -267,7 +268,8 @@ def run_bounded(search: Callable[[], _T], subject: Digest, seconds: float = DEAD
             errors.append(error)
 
     # Another thread, because one request may wait longer than all of them may.
-    thread = threading.Thread(target=run, name="signatures", daemon=True)
+    context = copy_context()
+    thread = threading.Thread(target=context.run, args=(run,), name="signatures", daemon=True)
     thread.start()
     thread.join(seconds)
     if errors:

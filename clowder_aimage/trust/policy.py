@@ -27,7 +27,7 @@ SYSTEM_FILE = Path("/etc/aimage/trust.yaml")
 
 
 class Mode(StrEnum):
-    """What follows from a missing signature: a refusal, a warning, or nothing."""
+    """The consequence of a missing signature: a refusal, a warning, or nothing."""
 
     ENFORCE = "enforce"
     WARN = "warn"

@@ -15,7 +15,6 @@ import pytest
 
 from clowder_aimage.cli.console.option import UNCHECKED
 from clowder_aimage.cli.main import cli
-from clowder_aimage.config import trust_policy
 from clowder_aimage.distribution.upstream import UpstreamRegistry
 from clowder_aimage.engine.model_fetch import find
 from clowder_aimage.errors import SignatureError
@@ -28,6 +27,7 @@ from tests.process import Aimage
 from tests.registry_app import RegistryThread, registry_app
 from tests.store import copy_store
 from tests.trust.key_files import write_key
+from tests.trust.place import Place, write_policy
 
 # Verbs that give out content, or use it, and how: on a name in the store, or in its registry.
 # NAME is the name, DIGEST its digest, OTHER a free name beside it, BLOB the digest of its config.
@@ -65,20 +65,6 @@ WITHOUT_CONTENT = {
 }
 
 
-@pytest.fixture(autouse=True)
-def without_machine_policy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Replace the policy of this machine by a file of the test, which does not exist yet."""
-    path = tmp_path / "machine" / "trust.yaml"
-    path.parent.mkdir()
-    monkeypatch.setattr(trust_policy, "SYSTEM_FILES", [path])
-    return path
-
-
-def write_policy(path: Path, pattern: str, key: Path, **rule: Any) -> None:
-    document = {"rules": [{"pattern": pattern, "keys": [str(key)], **rule}]}
-    path.write_text(json.dumps(document))
-
-
 def list_verbs() -> list[str]:
     return [" ".join(words) for words, _ in iter_commands(cli, click.Context(cli))]
 
@@ -92,40 +78,6 @@ def test_each_verb_is_in_the_table_of_doors() -> None:
 
 
 CALLS = [(verb, call) for verb, calls in CHECKED.items() for call in calls]
-
-
-class Place:
-    """A model in a registry and in a store, a policy about it, and its signer."""
-
-    def __init__(self, pushed: Any, tmp_path: Path, machine: Path) -> None:
-        self.here, self.name = pushed, str(pushed.name)
-        self.repository = self.name.rpartition(":")[0]
-        self.empty = Aimage(tmp_path, tmp_path / "empty")
-        self.private, self.public = write_key(tmp_path, "signer")
-        self.digest = pushed("resolve", self.name).line
-        self.machine = machine
-        manifest = json.loads(pushed("manifest", "fetch", self.name).out)
-        self.config = manifest["config"]["digest"]
-
-    def enforce(self, pattern: str = "", **rule: Any) -> None:
-        write_policy(self.machine, pattern or f"{self.repository}*", self.public, **rule)
-
-    def sign(self, *options: object) -> None:
-        self.here("sign", self.name, "--key", self.private, "-q", *options)
-
-    def place(self, call: tuple[str, ...]) -> list[str]:
-        words = {
-            "NAME": self.name,
-            "OTHER": f"{self.repository}-other:v1",
-            "REPOSITORY@DIGEST": f"{self.repository}@{self.digest}",
-            "REPOSITORY@BLOB": f"{self.repository}@{self.config}",
-        }
-        return [words.get(word, word) for word in call]
-
-
-@pytest.fixture
-def place(pushed: Any, tmp_path: Path, without_machine_policy: Path) -> Place:
-    return Place(pushed, tmp_path, without_machine_policy)
 
 
 def test_no_door_gives_out_what_has_no_signature(place: Place) -> None:
@@ -319,7 +271,7 @@ def test_enforcement_costs_three_small_requests(place: Place, registry: Any) -> 
     more = counts[1] - counts[0]
     # The signature's manifest and its bundle. The list of referrers is one request with the API;
     # this registry refuses that, and has the list under a tag.
-    assert more == {"GET manifest": 2, "GET blob": 2}
+    assert more == {"GET referrer": 1, "GET manifest": 2, "GET blob": 1}
 
 
 def test_signatures_travel_with_a_copy_and_a_push(place: Place, repository: str) -> None:
@@ -493,3 +445,19 @@ def test_a_tag_that_moves_after_the_decision_brings_nothing(place: Place, tmp_pa
     before = place.empty("show", place.name, "--json").value["digest"]
     place.empty("pull", place.name, code=5)
     assert place.empty("show", place.name, "--json").value["digest"] == before
+
+
+def test_a_model_is_created_and_used_under_a_policy_for_all_names(place: Place) -> None:
+    model = place.here.home / "model"
+    place.here("export", "small", model, "-q")
+    place.enforce("*")
+    place.here("create", "mine", model, "-q")
+    place.here("export", "mine", "out", code=5)
+    place.here("sign", "mine", "--local", "--key", place.private, "-q")
+    place.here("export", "mine", "out", "-q")
+    place.here("tag", "mine", "yours", "-q")
+    place.here("show", "yours")
+    place.here("ls")
+    place.here("gc")
+    place.here("show", "yours")
+    place.here("verify", "mine")
