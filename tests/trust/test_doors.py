@@ -127,7 +127,7 @@ def test_what_is_signed_comes_in_and_is_used_without_its_registry(
     assert place.empty("trust", "check", place.name, "--json").value["accepted"] is True
 
 
-@pytest.mark.parametrize("form", ["bundle", "cosign-tag"])
+@pytest.mark.parametrize("form", ["bundle", "cosign-tag", "oms"])
 def test_signatures_of_others_do_not_open_a_door(place: Place, tmp_path: Path, form: str) -> None:
     """Signatures of another digest, by another key, and by the key of another repository."""
     other = write_key(tmp_path, "other")[0]
