@@ -672,6 +672,7 @@ COVERED = {
     **dict.fromkeys(
         (
             "config/name_index.py",
+            "config/trust_policy.py",
             "layout/description.py",
             "layout/metadata.py",
             "layout/repository_record.py",
@@ -680,6 +681,10 @@ COVERED = {
             "registry/host_settings.py",
         ),
         "a small file of the user",
+    ),
+    **dict.fromkeys(
+        ("trust/bundle.py", "trust/keyless.py", "trust/simple_signing.py", "trust/statement.py"),
+        "a signature of at most 1 MiB, by read_json",
     ),
     "registry/credential_helper.py": "the output of a program of the user, by read_json",
     "model/dequantize.py": "weights, bounded by their layers",
