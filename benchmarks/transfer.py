@@ -223,7 +223,9 @@ def pushes(run: Run, chosen: list[str]) -> None:
         for shape in chosen:
             layout, name = shapes.make_layout(run.directory, shape), f"bench/{shape}:v1"
             theirs = [peers.PUSHES[peer] for peer in run.peers if peer in peers.PUSHES]
-            for tool in (*([] if run.authority else [peers.PUSH_CURL]), *theirs, peers.PUSH):
+            # The commands of curl need HTTP, and URLs as locations.
+            has_curl = run.authority is None and run.server != "aimage"
+            for tool in (*([peers.PUSH_CURL] if has_curl else []), *theirs, peers.PUSH):
                 for path in (root, work):
                     shutil.rmtree(path, ignore_errors=True)
                 work.mkdir()

@@ -11,6 +11,7 @@ from typing import Any
 
 from clowder_aimage.content import CopyPlan, copy, plan_copy
 from clowder_aimage.content.fetch import check_space
+from clowder_aimage.content.gate import Gate, find_gate, unchecked
 from clowder_aimage.content.graph import (
     UNKNOWN,
     is_document,
@@ -35,6 +36,7 @@ from clowder_aimage.layout.entry_name import find_entry_name
 from clowder_aimage.layout.stored_aimage import inflate_copied
 from clowder_aimage.oci import MAX_MANIFEST_SIZE, Descriptor, Digest, Index, Reference
 from clowder_aimage.oci.descriptor import MAX_SIZE
+from clowder_aimage.trust.bundle import MEDIA_TYPE
 
 _MAX_LAYOUT_FILE = 4096  # bytes of oci-layout
 # Each name is a separate durable write.
@@ -82,8 +84,11 @@ def load(
         if tar.size:
             on_plan(tar.size)
         with layout.lease() as lease, layout.begin_batch():
-            loader = _Loader(layout, lease, tar, name, None if tar.size else on_plan)
-            return loader.run()
+            gate = find_gate()
+            loader = _Loader(layout, lease, tar, name, None if tar.size else on_plan, gate)
+            # Content of the archive has no name yet; the gate decides before it gets one.
+            with unchecked():
+                return loader.run()
 
 
 @contextmanager
@@ -113,6 +118,7 @@ class _Loader:
     tar: TarStream
     name: Reference | None
     on_plan: Callable[[int], None] | None
+    gate: Gate | None
     # The files of the archive that are not blobs.
     files: dict[str, bytes] = field(default_factory=dict)
     roots: list[Descriptor] = field(default_factory=list)
@@ -239,7 +245,9 @@ class _Loader:
     def _set_names(self) -> tuple[list[tuple[Reference, Descriptor]], list[str]]:
         """Set the names whose content is complete; return them, and the problems of others."""
         set_names, problems = [], []
-        for reference, root in self.names.items():
+        # Signatures first: they admit others.
+        order = sorted(self.names.items(), key=lambda item: not _is_signature(*item))
+        for reference, root in order:
             try:
                 self.lease.add(root.digest)
                 missing, plan = self._plan(root)
@@ -247,6 +255,9 @@ class _Loader:
                     remainder = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
                     problems.append(f"{reference} is missing {missing[0].digest}{remainder}")
                     continue
+                if self.gate is not None:
+                    names = [reference, *_list_own_names(root)]
+                    self.gate.admit_named(self.layout, root, names)
                 copy(self.layout, reference, self.layout, plan=plan)
                 inflate_copied(self.layout, *plan.documents[-1])
             except ContentError as error:
@@ -266,6 +277,19 @@ class _Loader:
             # An index may lack manifests, but not all of them.
             return list(plan.absent), plan
         return plan.list_missing(self.layout), plan
+
+
+def _is_signature(reference: Reference, root: Descriptor) -> bool:
+    is_tagged = (reference.tag or "").endswith(".sig")
+    return is_tagged or root.extra.get("artifactType") == MEDIA_TYPE
+
+
+def _list_own_names(root: Descriptor) -> list[Reference]:
+    """Return the name of an entry in the archive, if it is one."""
+    with suppress(UsageError):
+        if text := find_entry_name(root.annotations):
+            return [Reference.parse(text)]
+    return []
 
 
 def _check_version(raw: bytes, archive: str) -> None:

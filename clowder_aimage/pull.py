@@ -18,6 +18,7 @@ from clowder_aimage.content import (
 )
 from clowder_aimage.content.copy_option import ignore
 from clowder_aimage.content.fetch import check_space
+from clowder_aimage.content.gate import find_gate
 from clowder_aimage.content.platform import ANY, ManifestSelector, select
 from clowder_aimage.content.telemetry import start_span
 from clowder_aimage.dialect import AImage, Layer, detect
@@ -115,6 +116,9 @@ def pull(
         check_space(plan.list_missing(store), store)
         limit = connection.limit(reference.registry)
         with store.lease(*plan.digests), start_span("blobs", count=len(plan.digests)):
+            if (gate := find_gate()) is not None:
+                # A process that loads the AImage meanwhile asks by this.
+                gate.record(store, plan.root, name)
             if options.begin is not None and early is not None:
                 plan = plan.order_blobs(_order_of_use(early.aimage, options.begin(early)))
             copy(

@@ -25,6 +25,7 @@ from clowder_aimage.dialect import FALLBACK_ORDER, READABLE, Dialect
 from clowder_aimage.errors import (
     AccessError,
     AImageError,
+    ContentError,
     FormatError,
     ManifestRefusedError,
     ModelError,
@@ -33,6 +34,7 @@ from clowder_aimage.errors import (
     UnauthorizedError,
     UsageError,
 )
+from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.completeness import check_stored, describe_missing, suggest_completion
 from clowder_aimage.layout.stored_aimage import StoredAImage, inflate, lease_manifest, read_aimage
 from clowder_aimage.oci import (
@@ -53,6 +55,9 @@ from clowder_aimage.registry import (
     UnlistedReferrerError,
     is_generated,
 )
+from clowder_aimage.trust.bundle import MEDIA_TYPE
+from clowder_aimage.trust.collection import RegistryPlace, iter_stored_signatures
+from clowder_aimage.trust.simple_signing import build_signature_tag
 
 OnFallback = Callable[[str, AImageError], None]
 OnRemembered = Callable[[str, str], None]
@@ -112,6 +117,8 @@ def push(
             plan = stored_plan
             if source is not store:
                 plan = plan_copy(source, source.resolve(reference))
+            # First: once the tag exists, its signatures do, too.
+            _push_signatures(store, plan, reference, repository)
             if stored is not None:
                 source, plan = _order_missing_first(store, source, plan, stored, reference)
             return _copy(
@@ -248,6 +255,18 @@ def _plan_transfer(
     for source, target in pairs:
         plan = plan_copy(source_repository, source_repository.resolve(source))
         # Attached artifacts come first: once the tag exists, its signatures do, too.
+        for subject, _ in plan.documents if not recursive else ():
+            for root in _list_signatures(source_repository, source, subject.digest):
+                tag = build_signature_tag(subject.digest)
+                name = target.with_digest(root.digest)
+                is_tagged = root.extra.get("artifactType") != MEDIA_TYPE
+                content = Descriptor(root.media_type, root.digest, root.size)
+                # What is no signature is not carried.
+                with contextlib.suppress(NotFoundError, ContentError):
+                    plans[root.digest] = (
+                        plan_copy(source_repository, content),
+                        replace(target, tag=tag, digest=None) if is_tagged else name,
+                    )
         for subject, _ in plan.documents if recursive else ():
             for _, _, entry in source_repository.iter_referrers(subject.digest):
                 # Registries may list referrers that were deleted.
@@ -259,6 +278,42 @@ def _plan_transfer(
                     )
         plans[target] = plan, target
     return plans
+
+
+def _list_signatures(
+    repository: Repository, source: Reference, subject: Digest
+) -> list[Descriptor]:
+    """Return the signatures of a manifest: bundles, and the manifest of cosign's older form.
+
+    A registry that does not answer has none to copy; a policy then refuses the copy.
+    """
+    place, found = RegistryPlace(repository, source), list[Descriptor]()
+    with contextlib.suppress(AccessError, FormatError):
+        found += place.list_bundles(subject)
+    with contextlib.suppress(AccessError, FormatError):
+        tagged = place.find_tagged(subject)
+        found += [tagged] if tagged else []
+    return found
+
+
+def _push_signatures(
+    store: ContentStore, plan: CopyPlan, reference: Reference, repository: Repository
+) -> None:
+    """Push the signatures of the documents of a plan that the store has.
+
+    A tag with signatures of the registry's own is left as it is.
+    """
+    if not isinstance(store, ImageLayout):
+        return
+    digests = {content.digest for content, _ in plan.documents}
+    for name, content in iter_stored_signatures(store, digests):
+        target = replace(reference, tag=name.tag, digest=None if name.tag else content.digest)
+        if name.tag is not None:
+            with contextlib.suppress(NotFoundError):
+                repository.resolve(target)
+                continue
+        with contextlib.suppress(UnlistedReferrerError):
+            copy(store, name, repository, target, plan=plan_copy(store, content))
 
 
 def _copy(

@@ -23,6 +23,7 @@ from clowder_aimage.layout.lock import translate_store_errors
 from clowder_aimage.layout.stored_aimage import lease_manifest, read_aimage
 from clowder_aimage.oci import Descriptor, Digest, Index, Manifest, Reference, mediatype
 from clowder_aimage.oci.manifest import encode, parse_document
+from clowder_aimage.trust.collection import iter_stored_signatures
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,7 @@ def save(
     """
     with layout.lease() as lease:
         names = _resolve(layout, references, lease)
+        names = _add_signatures(layout, names, lease)
         plans = [_plan(layout, reference, root, lease) for reference, root in names]
         documents = {
             content.digest: (content, document)
@@ -96,6 +98,20 @@ def _resolve(
         if names.setdefault(name, root).digest != root.digest:
             raise UsageError(f"{name} refers to two manifests: {names[name].digest}, {root.digest}")
     return sorted(names.items(), key=lambda entry: str(entry[0]))
+
+
+def _add_signatures(
+    layout: ImageLayout, names: list[tuple[Reference, Descriptor]], lease: Lease
+) -> list[tuple[Reference, Descriptor]]:
+    """Add the signatures of all manifests below these names, which the layout has."""
+    digests = {
+        content.digest
+        for _, root in names
+        for content, _ in plan_copy(layout, root, is_sparse=True).documents
+    }
+    found = dict(names) | dict(iter_stored_signatures(layout, digests))
+    lease.add(*(root.digest for root in found.values()))
+    return sorted(found.items(), key=lambda entry: str(entry[0]))
 
 
 def _plan(layout: ImageLayout, reference: Reference, root: Descriptor, lease: Lease) -> CopyPlan:

@@ -65,6 +65,7 @@ _KEYS = (
     ("imageLayoutVersion", "oci-layout"),
     ("registries", "config"),
     ("models", "names"),
+    ("rules", "trust"),
     ("components", AIMAGE_CONFIG),
     ("pictures", PICTURE_CONFIG),
 )
@@ -116,7 +117,7 @@ def validate_file(path: pathlib.Path, schema: str = "") -> CheckedDocument:
 def _validate_yaml(raw: bytes, name: str, schema: str) -> CheckedDocument:
     """Check a YAML document: a list is a desired state, an object with models has names.
 
-    All else is a configuration by default.
+    One with rules is a policy of signatures. All else is a configuration by default.
     """
     from clowder_aimage.document.yaml import read_yaml
 
@@ -138,6 +139,8 @@ def _validate_yaml(raw: bytes, name: str, schema: str) -> CheckedDocument:
 def _detect_yaml(value: object) -> str:
     if isinstance(value, list):
         return "desired"
+    if isinstance(value, dict) and "rules" in value:
+        return "trust"
     return "names" if isinstance(value, dict) and "models" in value else "config"
 
 

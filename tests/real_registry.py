@@ -55,7 +55,8 @@ class RealRegistry:
         kinds: Counter[str] = Counter()
         for method, url, _ in _REQUEST.findall(self.log()[mark:].decode()):
             if url.startswith(path):
-                kinds[f"{method} {'manifest' if '/manifests/' in url else 'blob'}"] += 1
+                named = (kind for kind in ("manifest", "referrer") if f"/{kind}s/" in url)
+                kinds[f"{method} {next(named, 'blob')}"] += 1
         return kinds
 
     def blob(self, path: str, digest: object) -> bytes | None:

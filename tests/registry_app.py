@@ -35,8 +35,8 @@ def registry_app(
 class RegistryThread:
     """The registry on a free port of 127.0.0.1; its event loop has its own thread."""
 
-    def __init__(self, layout: ImageLayout) -> None:
-        self._layout = layout
+    def __init__(self, layout: ImageLayout, upstream: UpstreamRegistry | None = None) -> None:
+        self._layout, self._upstream = layout, upstream
         self._loop = asyncio.new_event_loop()
         self._ready = threading.Event()
         self._closed = asyncio.Event()
@@ -47,7 +47,7 @@ class RegistryThread:
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
-        runner = web.AppRunner(registry_app(self._layout), access_log=None)
+        runner = web.AppRunner(registry_app(self._layout, upstream=self._upstream), access_log=None)
 
         async def serve() -> None:
             await runner.setup()

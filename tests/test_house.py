@@ -153,6 +153,7 @@ def test_what_strangers_write_goes_through_one_place() -> None:
         r"urlopen\(|ClientSession\(|HTTPS?Connection\(|PoolManager\(|create_connection\(": {
             "registry/peer.py",
             "registry/connection.py",  # with deadlines
+            "registry/connection_pool.py",  # of these connections
         },
         r"basicConfig|StreamHandler|FileHandler|print_exc": {
             "engine/process.py",  # one line each, to the worker's log

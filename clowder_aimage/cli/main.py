@@ -52,6 +52,7 @@ GROUPS = {
         "tags": ("tags", "List the tags of a repository in a registry."),
         "attach": ("attach", "Attach files to an artifact in a registry."),
         "sign": ("sign", "Sign an AImage."),
+        "trust": ("trust", "Explain the policy of signatures."),
         "referrers": ("referrers", "List the artifacts attached to an artifact."),
         "adapters": ("adapters", "List the adapters of a model."),
         "repo": ("repo", "List the repositories of a registry."),

@@ -21,6 +21,7 @@ from clowder_aimage.document.similarity import find_nearest
 from clowder_aimage.errors import UsageError
 
 if TYPE_CHECKING:
+    from clowder_aimage.config.trust_policy import UserFiles
     from clowder_aimage.registry import ClientOptions, DialectCache
 
 _T = TypeVar("_T")
@@ -106,6 +107,21 @@ def use_store_settings() -> None:
     from clowder_aimage.layout import lock
 
     lock.SINGLE_WRITER[:] = [is_single_writer]
+    use_trust_settings()
+
+
+def use_trust_settings() -> None:
+    """Let this process follow the policy of signatures."""
+    from clowder_aimage.config.trust_policy import use_trust_policy
+
+    use_trust_policy(get_user_files(), read_client_options)
+
+
+def get_user_files() -> UserFiles:
+    """Return the functions that find the configuration of this user."""
+    from clowder_aimage.config.trust_policy import UserFiles
+
+    return UserFiles(find_config_file, names_config_file)
 
 
 def is_single_writer() -> bool:
@@ -189,10 +205,11 @@ def read_user_configuration(parse: Callable[[dict[str, Any]], _T]) -> _T:
     """
     from clowder_aimage.document.schema import read_configuration
 
-    return read_configuration(find_config_file(), parse, is_optional=not _names_config_file())
+    return read_configuration(find_config_file(), parse, is_optional=not names_config_file())
 
 
-def _names_config_file() -> bool:
+def names_config_file() -> bool:
+    """Return True if the environment names the configuration."""
     return _read_path("AIMAGE_CONFIG") is not None
 
 
@@ -228,7 +245,9 @@ def read_client_options(*, ca_file: str | Path | None = None, **options: Any) ->
     from clowder_aimage.registry import ClientOptions
     from clowder_aimage.registry.host_settings import read_settings
 
-    registries, default = read_settings(find_config_file(), is_optional=not _names_config_file())
+    use_trust_settings()
+
+    registries, default = read_settings(find_config_file(), is_optional=not names_config_file())
     return ClientOptions(
         **{**_list_credential_paths(), "user_agent": f"aimage/{__version__}", **options},
         ca_file=None if ca_file is None else Path(ca_file),

@@ -18,8 +18,6 @@ WORTH_SHARING = 0.5
 
 # Seconds to measure the speed of a blob's first connection.
 MEASURING_TIME = 0.1
-# Seconds of a transfer that a crash may lose. A checkpoint takes the disk as long as some MiB.
-CHECKPOINT_INTERVAL = 1.0
 
 START = 3
 # Fraction of the speed of earlier connections that new ones must reach
@@ -108,7 +106,6 @@ class BlobTransfer:
         self.serial = False
         # True if its bytes arrive faster than they are hashed and written.
         self.is_behind = False
-        self._checkpoint = time.monotonic()
 
     @property
     def left_unclaimed(self) -> int:
@@ -118,13 +115,6 @@ class BlobTransfer:
     def left(self) -> int:
         """Return the number of bytes that have not arrived yet."""
         return self.left_unclaimed + sum(chunk.left for chunk in self.chunks)
-
-    def claim_checkpoint(self) -> bool:
-        """Return True if the blob's bytes are to be made durable now."""
-        is_due = time.monotonic() - self._checkpoint >= CHECKPOINT_INTERVAL
-        if is_due:
-            self._checkpoint = time.monotonic()
-        return is_due
 
     def record_start(self, *, ranges: bool) -> None:
         """Record that a chunk begins to arrive, as a range or from the front of the blob."""

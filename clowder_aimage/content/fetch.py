@@ -33,7 +33,7 @@ from clowder_aimage.oci import Descriptor, Digest
 
 # Bytes that a copy leaves free
 RESERVE = 16 * 1024 * 1024
-# The least bytes of a large blob between two checkpoints
+# Bytes of a large blob between two checkpoints
 NOTED = 16 * 1024 * 1024
 # Bytes of a read of one of many connections
 _SMALL_READ = 256 * 1024
@@ -320,7 +320,7 @@ class BlobDownload:
                 with self._changed:
                     self._opening -= 1
                     self._changed.notify_all()
-        elif chunk is not None and blob.claim_checkpoint():
+        elif chunk is not None:
             blob.ingest.checkpoint()
 
     def _read(self, blob: BlobTransfer, chunk: Chunk, writes: WriteBehind) -> None:
@@ -347,7 +347,7 @@ class BlobDownload:
                 chunk.at += count
                 blob.is_behind = writes.is_behind
                 self._record(blob, count)
-                if chunk.at - noted >= NOTED and chunk.left and blob.claim_checkpoint():
+                if chunk.at - noted >= NOTED and chunk.left:
                     writes.checkpoint(blob.ingest)
                     noted = chunk.at
 

@@ -45,7 +45,7 @@ class BlobRoutes:
             size = fetch.content.size
             with await run_io(fetch.open) as file:
                 return await _send(request, digest, file, size, fetch)
-        with await run_io(self._blobs.open, repository, digest) as file:
+        with await run_io(self._blobs.serve, repository, digest) as file:
             return await _send(request, digest, file, os.fstat(file.fileno()).st_size)
 
     async def delete(self, request: web.Request) -> web.StreamResponse:

@@ -23,6 +23,7 @@ from clowder_aimage.errors import (
     AImageError,
     NoSpaceError,
     NotFoundError,
+    SignatureError,
     StoreError,
     UnauthorizedError,
 )
@@ -101,6 +102,9 @@ class PullThroughCache:
             descriptor, raw = self._upstream.fetch_manifest(reference)
         except NotFoundError:
             raise build_manifest_error(reference) from None
+        except SignatureError as error:
+            # An older manifest of the tag is not what the client asks for.
+            raise self._convert_error(error) from None
         except AImageError as error:
             stored = self._read_stored(reference)
             if stored is None:
@@ -226,6 +230,8 @@ class PullThroughCache:
         if isinstance(error, DistributionError):
             return error
         host = self._upstream.host
+        if isinstance(error, SignatureError):
+            return DistributionError("DENIED", message=error.message)
         if isinstance(error, UnauthorizedError):
             return DistributionError("DENIED", message=f"{host} denied access to this cache")
         if isinstance(error, NoSpaceError | StoreError):

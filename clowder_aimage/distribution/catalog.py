@@ -219,6 +219,14 @@ class Catalog:
                 break
         return needed
 
+    def admit(self, repository: str, digest: Digest) -> None:
+        """Read the manifests of ``repository`` that need a blob, for the policy to admit them."""
+        for root in self._iter_manifests(repository):
+            for content in self._walk(root):
+                if digest == content.digest or digest in self._children.get(content):
+                    with contextlib.suppress(AImageError):
+                        self.read(content)
+
     def _walk(self, root: Descriptor) -> Iterator[Descriptor]:
         """Yield a manifest and, of an index, all below it that is not nested too deep."""
         if root.media_type not in mediatype.INDEXES:

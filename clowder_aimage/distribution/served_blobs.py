@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import BinaryIO
 
+from clowder_aimage.content.gate import find_gate
 from clowder_aimage.distribution.catalog import Catalog
 from clowder_aimage.distribution.error import DistributionError
 from clowder_aimage.errors import NotFoundError
@@ -71,6 +72,16 @@ class ServedBlobs:
     ) -> None:
         self._layout, self._catalog, self._leases = layout, catalog, leases
         self._records, self._shares_all = catalog.records, shares_all
+
+    def serve(self, repository: str, digest: Digest) -> BinaryIO:
+        """Open a blob for a client. Raises BLOB_UNKNOWN; DENIED: the policy does not accept it."""
+        gate = find_gate()
+        if gate is not None and not gate.has_admitted(digest):
+            # A manifest of the repository that is accepted admits its blobs when it is read.
+            self._catalog.admit(repository, digest)
+            if not gate.has_admitted(digest):
+                raise DistributionError("DENIED", {"digest": str(digest)})
+        return self.open(repository, digest)
 
     def open(self, repository: str, digest: Digest) -> BinaryIO:
         """Open a blob. It stays readable if it is removed. Raises BLOB_UNKNOWN."""

@@ -18,6 +18,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
+from clowder_aimage.content.gate import find_gate
 from clowder_aimage.content.telemetry import record, start_span
 from clowder_aimage.engine import admission
 from clowder_aimage.engine.admission import (
@@ -75,7 +76,7 @@ from clowder_aimage.model.text.language_model import (
     require,
 )
 from clowder_aimage.model.text.runtime import find_runtime
-from clowder_aimage.oci import Digest, Reference
+from clowder_aimage.oci import Descriptor, Digest, Reference
 
 Emit = Callable[[Event], None]
 
@@ -212,10 +213,17 @@ class Engine:
 
         Its blobs may be missing. Raises NotFoundError, ContentError.
         """
-        root = await run_generation(self.store.resolve, reference)
+        root = await run_generation(self._resolve, reference)
         if (loaded := self._scheduler.find_loaded(root.digest)) is not None:
             return loaded
         return await run_generation(partial(read_model, unpacks=True), self.store, root)
+
+    def _resolve(self, reference: Reference) -> Descriptor:
+        root = self.store.resolve(reference)
+        # The policy may have changed since a model in memory was read.
+        if (gate := find_gate()) is not None:
+            gate.admit_stored(self.store, root)
+        return root
 
     async def _stream(self, request: QueuedRequest) -> AsyncGenerator[Event, None]:
         """Yield the events of a request. A separate task serves it until the generator is closed.

@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from clowder_aimage.config.user_directory import use_store_settings
 from clowder_aimage.engine import frame, local_fetch, machine
 from clowder_aimage.engine.frame_writer import FrameWriter
 from clowder_aimage.engine.picture_sender import PictureSender
@@ -544,6 +545,7 @@ def main() -> None:
     # One line each, for the worker's log; no errors after the worker has exited
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.raiseExceptions = False
+    use_store_settings()
     sys.excepthook = lambda _, error, __: _log_error("the process failed", error)
     threading.excepthook = lambda failed: _log_error("a thread failed", failed.exc_value)
     with contextlib.suppress(BrokenPipeError, KeyboardInterrupt):

@@ -57,6 +57,7 @@ _STATUS: tuple[tuple[type[AImageError], int, str], ...] = (
     (errors.UnrunnableError, 422, "model_not_supported"),
     (errors.UnauthorizedError, 502, "registry_unauthorized"),
     (errors.VerificationError, 502, "verification_failed"),
+    (errors.SignatureError, 403, "signature_required"),
     (errors.FormatError, 500, "invalid_content"),
     (NoSpaceError, 507, "insufficient_storage"),
     (StoreError, 503, "store_unavailable"),
@@ -136,7 +137,10 @@ def convert_registry_error(error: AImageError) -> AImageError:
 
     The status is 502 if the registry or its content is at fault.
     """
-    worker_errors = (ApiError, BusyError, DeadlineError, StoppedError, UsageError, NotFoundError)
+    worker_errors = (
+        *(ApiError, BusyError, DeadlineError, StoppedError, UsageError, NotFoundError),
+        errors.SignatureError,
+    )
     if isinstance(error, (*worker_errors, StoreError, NoSpaceError)):
         return error
     if isinstance(error, errors.AccessError | errors.ContentError):
@@ -185,6 +189,8 @@ def _build_oci_error(error: AImageError) -> ApiError:
         message = "the store is in use" if is_busy else "cannot access the store"
         headers = {"Retry-After": str(RETRY_AFTER)}
         return ApiError(503, message, code="UNKNOWN", headers=headers)
+    if isinstance(error, errors.SignatureError):
+        return ApiError(403, error.message, code="DENIED")
     is_damaged = isinstance(error, errors.ContentError)
     message = "the stored content is damaged" if is_damaged else "unknown error"
     return ApiError(500, message, code="UNKNOWN")

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any
 
 from clowder_aimage.content.graph import walk
 from clowder_aimage.content.store import ContentStore, Lease
@@ -205,7 +205,8 @@ class CompletenessCache:
         self._lock = threading.Lock()
         self._fingerprint: Hashable = None
         self._snapshot, self._snapshot_end = StoreSnapshot(store), 0.0
-        self._results: dict[Hashable, _Cached] = {}
+        # The versions of results, and the times at which they expire
+        self._results: dict[Hashable, tuple[Hashable, float, Completeness]] = {}
 
     def find(
         self,
@@ -217,26 +218,12 @@ class CompletenessCache:
 
         Checks within some seconds share a snapshot of an unchanged store: models share blobs.
         """
+        if (cached := self.find_recent(key, version)) is not None:
+            return cached
         # A result counts only if the store was unchanged from before the check to its end.
-        timestamp = self._clock()
-        with self._lock:
-            cached = self._results.get(key)
-            is_recent = timestamp - self._read_at < self._interval
-        if is_recent and _is_valid(cached, version, timestamp):
-            return cached[2]
-        before = self._store.compute_fingerprint()
-        with self._lock:
-            self._read_at = timestamp
-            if before is None or before != self._fingerprint:
-                self._fingerprint, self._results = before, {}
-                self._snapshot_end = timestamp
-            if timestamp >= self._snapshot_end:
-                self._snapshot = StoreSnapshot(self._store, is_settled=before is not None)
-                self._snapshot_end = timestamp + _SNAPSHOT_AGE
-            snapshot = self._snapshot
-            cached = self._results.get(key)
-        if _is_valid(cached, version, timestamp):
-            return cached[2]
+        timestamp, before, snapshot = self._read_store()
+        if (cached := self._find_cached(key, version, timestamp)) is not None:
+            return cached
         result = check(snapshot)
         end = timestamp + MAX_AGE * (1.0 - self._chance() / 2.0)
         is_settled = before is not None and before == self._store.compute_fingerprint()
@@ -246,10 +233,40 @@ class CompletenessCache:
                 self._results[key] = version, end, result
         return result
 
+    @property
+    def is_recent(self) -> bool:
+        """True if the fingerprint was read within the interval."""
+        return self._clock() - self._read_at < self._interval
 
-# The version of a result, and the time at which it expires
-_Cached = tuple[Hashable, float, Completeness]
+    def refresh(self) -> None:
+        """Read the fingerprint, unless that was done within the interval."""
+        if not self.is_recent:
+            self._read_store()
 
+    def find_recent(self, key: Hashable, version: Hashable = None) -> Completeness | None:
+        """Return the cached result if the fingerprint was read within the interval.
 
-def _is_valid(cached: _Cached | None, version: Hashable, timestamp: float) -> TypeGuard[_Cached]:
-    return cached is not None and cached[0] == version and timestamp < cached[1]
+        Reads nothing.
+        """
+        return self._find_cached(key, version, self._clock()) if self.is_recent else None
+
+    def _find_cached(
+        self, key: Hashable, version: Hashable, timestamp: float
+    ) -> Completeness | None:
+        with self._lock:
+            cached = self._results.get(key)
+        is_valid = cached is not None and cached[0] == version and timestamp < cached[1]
+        return cached[2] if cached is not None and is_valid else None
+
+    def _read_store(self) -> tuple[float, Hashable, StoreSnapshot]:
+        """Read the fingerprint; return the time before that, and the snapshot for checks."""
+        timestamp, fingerprint = self._clock(), self._store.compute_fingerprint()
+        with self._lock:
+            self._read_at = timestamp
+            if fingerprint is None or fingerprint != self._fingerprint:
+                self._fingerprint, self._results = fingerprint, {}
+                self._snapshot_end = timestamp
+            if timestamp >= self._snapshot_end:
+                self._snapshot = StoreSnapshot(self._store, is_settled=fingerprint is not None)
+                self._snapshot_end = timestamp + _SNAPSHOT_AGE
+            return timestamp, fingerprint, self._snapshot

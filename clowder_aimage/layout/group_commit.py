@@ -18,11 +18,11 @@ from clowder_aimage.layout.ingest_directory import IngestDirectory, open_ingests
 from clowder_aimage.layout.lock import PRIVATE, translate_store_errors
 from clowder_aimage.oci import Digest
 
-# Each pending blob is an open file. While some are made durable, more of them may become pending.
-_MAX_BLOBS, _MAX_OPEN = 96, 128
+# Each pending blob is an open file.
+_MAX_BLOBS = 128
 _MAX_AGE = 1.0  # seconds
-# Bytes that a crash may lose: some tenths of a second of a fast transfer
-_MAX_SIZE = 128 * 1024 * 1024
+# Bytes that a crash may lose
+_MAX_SIZE = 32 * 1024 * 1024
 
 
 class PendingCommit(Protocol):
@@ -78,10 +78,7 @@ class GroupCommit:
         return None if ingests is None else ingests.create(name)
 
     def add(self, digest: Digest, blob: PendingCommit, size: int) -> None:
-        """Add a blob; commit all if a limit is reached, unless another thread is doing that.
-
-        Raises StoreError or NoSpaceError.
-        """
+        """Add a blob; commit all if a limit is reached. Raises StoreError or NoSpaceError."""
         with self._lock:
             if not self._waiting:
                 self._size, self._since = 0, time.monotonic()
@@ -90,14 +87,8 @@ class GroupCommit:
             # A process may be waiting for the blob.
             is_old = time.monotonic() - self._since > _MAX_AGE
             is_full = len(self._waiting) >= _MAX_BLOBS or self._size >= _MAX_SIZE or is_old
-            must_wait = len(self._waiting) >= _MAX_OPEN or self._size >= 2 * _MAX_SIZE
-        if must_wait or self._is_closed:
+        if is_full or self._is_closed:
             self.settle()
-        elif is_full and self._settle_lock.acquire(blocking=False):
-            try:
-                self._settle()
-            finally:
-                self._settle_lock.release()
 
     def settle_old(self) -> None:
         """Commit the blobs if the oldest is due. Raises the errors of ``settle``."""
@@ -114,29 +105,25 @@ class GroupCommit:
     def settle(self) -> None:
         """Commit all pending blobs. Raises StoreError or NoSpaceError."""
         with self._settle_lock:
-            self._settle()
-
-    def _settle(self) -> None:
-        """Commit all pending blobs; the caller holds the lock for that."""
-        with self._lock:
-            self._settling, self._waiting = self._waiting, {}
-        # Blobs are visible only once their bytes are on disk: sync first, then rename.
-        blobs = list(self._settling.values())
-        try:
-            with translate_store_errors(self._root):
-                _synchronise(self._root, blobs)
-                while blobs:
-                    blobs[-1].rename()
-                    blobs.pop()
-        except AImageError as error:
-            self.failure = error
-            raise
-        finally:
-            # The blobs that were not renamed.
-            for blob in blobs:
-                blob.give_up()
             with self._lock:
-                self._settling = {}
+                self._settling, self._waiting = self._waiting, {}
+            # Blobs are visible only once their bytes are on disk: sync first, then rename.
+            blobs = list(self._settling.values())
+            try:
+                with translate_store_errors(self._root):
+                    _synchronise(self._root, blobs)
+                    while blobs:
+                        blobs[-1].rename()
+                        blobs.pop()
+            except AImageError as error:
+                self.failure = error
+                raise
+            finally:
+                # The blobs that were not renamed.
+                for blob in blobs:
+                    blob.give_up()
+                with self._lock:
+                    self._settling = {}
 
 
 def _synchronise(root: Path, blobs: list[PendingCommit]) -> None:

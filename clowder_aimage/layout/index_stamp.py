@@ -34,7 +34,7 @@ def build_stamp(status: os.stat_result) -> IndexStamp:
 
 
 class IndexState(Enum):
-    """What is known of an index."""
+    """The knowledge of an index."""
 
     UNKNOWN = auto()
     # aimage wrote it, and no record changed since

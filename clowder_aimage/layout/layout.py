@@ -17,6 +17,7 @@ from clowder_aimage.content.buffer import CHUNK_SIZE, new_buffer
 from clowder_aimage.content.copy_option import CopyOptions
 from clowder_aimage.content.fetch import fetch_blobs
 from clowder_aimage.content.file_system import Space, measure_space
+from clowder_aimage.content.gate import find_gate, unchecked
 from clowder_aimage.content.open_directory import resolve
 from clowder_aimage.content.store import (
     UNKNOWN_SIZE,
@@ -195,6 +196,14 @@ class ImageLayout(ContentStore):
     def open(
         self, content: Descriptor, offset: int = 0, length: int | None = None, /
     ) -> io.FileIO | io.BytesIO:
+        if content.media_type in mediatype.DOCUMENTS and (gate := find_gate()) is not None:
+            gate.admit_stored(self, content)
+        return self.open_unchecked(content, offset, length)
+
+    def open_unchecked(
+        self, content: Descriptor, offset: int = 0, length: int | None = None, /
+    ) -> io.FileIO | io.BytesIO:
+        """Open content as ``open`` does, without the user's policy: to decide by it."""
         with translate_store_errors(self.root):
             try:
                 self._settle(content)
@@ -455,7 +464,11 @@ class ImageLayout(ContentStore):
         """
         # The order survives a crash at any point: blobs, record of the name, index or its list of
         # changes. A name whose record exists is restored.
-        document = parse_document(self.read(content), content.media_type)
+        with unchecked():
+            document = parse_document(self.read(content), content.media_type)
+        # Before the name: another one must not be without the demands of this one.
+        if (gate := find_gate()) is not None:
+            gate.record(self, content, reference)
         self._sync_blobs()
         entry = document.descriptor.to_json() | {"digest": str(content.digest)}
         if isinstance(document, Manifest) and document.artifact_type:

@@ -35,7 +35,7 @@ from clowder_aimage.layout.lock import (
 from clowder_aimage.layout.metadata import write_shared
 from clowder_aimage.oci import read_json
 
-_DIRECTORY = "pending"
+_DIRECTORY, _INDEX = "pending", "index.json"
 _NAME = re.compile(r"\d+-\d+-\d+")
 # Bytes of the changes after which the index is written in any case
 MAX_SIZE = 2 * 1024 * 1024
@@ -122,11 +122,11 @@ class EntryDifference:
 
     def list_removed(self) -> list[Any]:
         """Return the entries that are no longer in the index."""
-        return [json.loads(text) for text in self.removed.elements()]
+        return [read_json(text, _INDEX) for text in self.removed.elements()]
 
     def list_added(self) -> list[Any]:
         """Return the entries that are new, in order."""
-        return [json.loads(text) for text in self.list_added_texts()]
+        return [read_json(text, _INDEX) for text in self.list_added_texts()]
 
     def list_added_texts(self) -> list[bytes]:
         """Return the texts of the entries that are new, in order."""
@@ -176,7 +176,7 @@ class PendingNames:
 
     @property
     def seconds(self) -> float:
-        """How long it took to write this index; 0 if that is unknown."""
+        """The time that writing this index took; 0 if that is unknown."""
         values = (value.get("seconds") for value in self._iter_values(b'"seconds"'))
         return next((float(value) for value in values if isinstance(value, int | float)), 0.0)
 

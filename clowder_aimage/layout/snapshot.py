@@ -1,4 +1,4 @@
-"""What a store has, read once while nothing in it changes."""
+"""The names and blobs of a store, read once while nothing in it changes."""
 
 from __future__ import annotations
 

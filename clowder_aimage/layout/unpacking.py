@@ -19,6 +19,7 @@ from clowder_aimage.content import build_bytes_body
 from clowder_aimage.content.buffer import new_buffer
 from clowder_aimage.content.decompress import open_decompressed
 from clowder_aimage.content.fetch import RESERVE, check_space
+from clowder_aimage.content.gate import unchecked
 from clowder_aimage.content.store import Lease, Reader
 from clowder_aimage.content.tar import TarReader
 from clowder_aimage.dialect import DEFAULT, DIALECTS, AImage, Layer
@@ -67,7 +68,9 @@ def find_unpacked(store: ImageLayout, stored: StoredAImage, lease: Lease | None)
     try:
         if lease is not None:
             lease.add(unpacked.digest)
-        found = read_stored(store, unpacked)
+        # The packed AImage, which was read, has admitted it.
+        with unchecked():
+            found = read_stored(store, unpacked)
     except (NotFoundError, FormatError):
         return None
     if lease is not None:

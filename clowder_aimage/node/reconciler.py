@@ -116,6 +116,7 @@ class Reconciler:
         self._completeness = CompletenessCache(
             service.store, clock=clock, chance=chance, interval=_INTERVAL
         )
+        self._refreshing = asyncio.Lock()
         self._registries = RegistryLimiter(service.connection)
         self._pinner = Pinner(service.store, records)
 
@@ -166,6 +167,8 @@ class Reconciler:
 
     async def _look(self, model: ModelStatus) -> Event:
         try:
+            if (event := await self._find_recent(model)) is not None:
+                return event
             return await run_io(self._read, model)
         except AImageError as error:
             shown = _without_path(error).message
@@ -176,6 +179,28 @@ class Reconciler:
         except Exception:
             model.apply(partial(transition.apply_store_error, reason=CRASHED), self._clock())
             raise
+
+    async def _find_recent(self, model: ModelStatus) -> Event | None:
+        """Return the state of a known model in an unchanged store.
+
+        Most of hundreds of models that are looked at together need neither a thread nor a read.
+        """
+        if model.state.phase == UNKNOWN:
+            return None
+        async with self._refreshing:
+            if not self._completeness.is_recent:
+                await run_io(self._refresh)
+        version = model.spec, model.state.name, model.version
+        completeness = self._completeness.find_recent(model.spec.name, version)
+        if completeness is None:
+            return None
+        return partial(
+            transition.apply_store_read, name=model.state.name, completeness=completeness
+        )
+
+    def _refresh(self) -> None:
+        self._pinner.read_stamp()
+        self._completeness.refresh()
 
     def _read(self, model: ModelStatus) -> Event:
         """Read the state of a model in the store.

@@ -8,11 +8,13 @@ import itertools
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
+from copy import copy
 from dataclasses import replace
 from functools import partial
 
 from clowder_aimage.content.copy import push_blobs
 from clowder_aimage.content.copy_option import CopyOptions
+from clowder_aimage.content.gate import find_gate
 from clowder_aimage.content.store import Body, Reader, Source, Target
 from clowder_aimage.content.verified_reader import VerifyingReader
 from clowder_aimage.errors import (
@@ -68,7 +70,8 @@ class Repository(Target, AbstractContextManager["Repository"]):
                 reference=reference,
             )
         self._session = Session(reference, connection)
-        self._name = reference.name
+        self._reference, self._name = reference, reference.name
+        self._is_checked = True
         self._origins = origins or MountOrigins()
         self._manifests: dict[Digest, bytes] = {}
         self._present: set[tuple[Digest, int]] = set()
@@ -80,8 +83,25 @@ class Repository(Target, AbstractContextManager["Repository"]):
         self._session.close()
 
     def resolve(self, reference: Reference, /) -> Descriptor:
-        """Fetch the manifest of ``reference``, verified if that has a digest (end-3)."""
-        return retry_call(lambda: self._resolve(reference, self._request_manifest(reference)))
+        """Fetch the manifest of ``reference``, verified if that has a digest (end-3).
+
+        Raises SignatureError: the user's policy does not accept it.
+        """
+        content = retry_call(lambda: self._resolve(reference, self._request_manifest(reference)))
+        self._admit(reference, content)
+        return content
+
+    def _admit(self, reference: Reference, content: Descriptor) -> None:
+        gate = find_gate() if self._is_checked else None
+        if gate is not None:
+            name = replace(self._reference, tag=reference.tag, digest=reference.digest)
+            gate.admit_remote(self, name, content, self._manifests[content.digest])
+
+    def without_gate(self) -> Repository:
+        """Return the same repository, without the user's policy: to decide by it."""
+        repository = copy(self)
+        repository._is_checked = False  # noqa: SLF001 - of the same class
+        return repository
 
     def resolve_changed(
         self, reference: Reference, previous: Digest | None, /
@@ -99,7 +119,10 @@ class Repository(Target, AbstractContextManager["Repository"]):
             descriptor = self._resolve(reference, response)
             return None if descriptor.digest == previous else descriptor
 
-        return retry_call(resolve)
+        content = retry_call(resolve)
+        if content is not None:
+            self._admit(reference, content)
+        return content
 
     def describe(self, reference: Reference) -> Descriptor:
         """Return the descriptor of a manifest by HEAD, else by GET (end-3). Raises AImageError."""
@@ -206,6 +229,8 @@ class Repository(Target, AbstractContextManager["Repository"]):
     def open(self, content: Descriptor, offset: int = 0, length: int | None = None, /) -> Reader:
         if content.media_type in mediatype.DOCUMENTS:
             return io.BytesIO(self._load_manifest(content)[offset:][:length])
+        if self._is_checked and (gate := find_gate()) is not None:
+            gate.check_blob(self._name, content)
         end = content.size if length is None else min(content.size, offset + length)
         sent = itertools.count(1)
 

@@ -9,13 +9,20 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextvars import copy_context
 from datetime import datetime
 from typing import TypeVar
 
 from clowder_aimage.content.store import Source
 from clowder_aimage.content.verified_reader import read_all
-from clowder_aimage.errors import FormatError, NotFoundError, SignatureError, VerificationError
+from clowder_aimage.errors import (
+    FormatError,
+    NotFoundError,
+    SignatureError,
+    UsageError,
+    VerificationError,
+)
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference
 from clowder_aimage.registry import Repository
@@ -47,6 +54,8 @@ class SignaturePlace(ABC):
 
     def __init__(self, source: Source) -> None:
         self._source = source
+        # The manifest that was read last, and then its blobs
+        self.last = list[tuple[Descriptor, bytes]]()
 
     @abstractmethod
     def list_bundles(self, subject: Digest) -> Sequence[Descriptor]:
@@ -58,13 +67,15 @@ class SignaturePlace(ABC):
 
     def read_manifest(self, content: Descriptor) -> Manifest:
         """Read the manifest of a signature. Raises AccessError, ContentError."""
-        return Manifest.parse(
-            read_all(self._source.open(content), content, MAX_BUNDLE), content.media_type
-        )
+        raw = read_all(self._source.open(content), content, MAX_BUNDLE)
+        self.last = [(content, raw)]
+        return Manifest.parse(raw, content.media_type)
 
     def read_blob(self, content: Descriptor) -> bytes:
         """Read a bundle or a payload. Raises AccessError, ContentError."""
-        return read_all(self._source.open(content), content, MAX_BUNDLE)
+        raw = read_all(self._source.open(content), content, MAX_BUNDLE)
+        self.last.append((content, raw))
+        return raw
 
 
 class RegistryPlace(SignaturePlace):
@@ -112,6 +123,30 @@ class StorePlace(SignaturePlace):
         end = f":{build_signature_tag(subject)}"
         named = (entry for name, entry in self._layout.list_tags() if name.endswith(end))
         return next(named, None)
+
+
+def iter_stored_signatures(
+    layout: ImageLayout, subjects: Collection[Digest]
+) -> Iterator[tuple[Reference, Descriptor]]:
+    """Yield the names in a store that are signatures of manifests, with their manifests."""
+    tags = {build_signature_tag(subject) for subject in subjects}
+    place = StorePlace(layout)
+    for name, entry in layout.list_tags():
+        is_bundle = entry.extra.get("artifactType") == MEDIA_TYPE
+        # Stores may have 100,000 names.
+        if not is_bundle and not name.endswith(".sig"):
+            continue
+        try:
+            reference = Reference.parse(name)
+            if is_bundle:
+                subject = place.read_manifest(entry).subject
+                if subject is not None and subject.digest in subjects:
+                    yield reference, entry
+            elif reference.tag in tags:
+                yield reference, entry
+        except (UsageError, *_REJECTIONS):
+            # Another tool's name, or a damaged signature, which is none
+            continue
 
 
 def find_signature(
@@ -233,7 +268,8 @@ def run_bounded(search: Callable[[], _T], subject: Digest, seconds: float = DEAD
             errors.append(error)
 
     # Another thread, because one request may wait longer than all of them may.
-    thread = threading.Thread(target=run, name="signatures", daemon=True)
+    context = copy_context()
+    thread = threading.Thread(target=context.run, args=(run,), name="signatures", daemon=True)
     thread.start()
     thread.join(seconds)
     if errors:

@@ -54,6 +54,12 @@ from clowder_aimage.layout.digest_scan import DigestScanner
 from clowder_aimage.layout.index import read_index
 from clowder_aimage.layout.index_text import encode_index, find_changes
 from clowder_aimage.layout.need_table import NeedTable
+from clowder_aimage.layout.pending_names import (
+    EntryDifference,
+    NameChange,
+    begin_pending,
+    read_pending,
+)
 from clowder_aimage.model.text import tool_call_format
 from clowder_aimage.oci import Descriptor, Digest, Manifest, mediatype, parse_document, read_json
 from clowder_aimage.tensor import encode_header, read_header
@@ -231,6 +237,21 @@ def read_tar(n: int, _: Path) -> Action:
 def read_stored_index(n: int, root: Path) -> Action:
     (root / "index.json").write_bytes(index(n))
     return lambda: read_index(root)
+
+
+def read_changes(n: int, directory: Path) -> Action:
+    root = directory / f"pending-{n}"
+    entries = [{"digest": f"sha256:{number:064}", "size": 1} for number in range(n)]
+    pending = begin_pending(root, f"{n}-1-1", n, None, is_same=False)
+    pending.append([NameChange(f"m{number}", None, entries[number]) for number in range(n)])
+    pending.append([NameChange(f"m{number}", entries[number], None) for number in range(n)])
+
+    def read() -> object:
+        found = read_pending(root, pending.name)
+        assert found is not None
+        return EntryDifference(found.iter_changes())
+
+    return read
 
 
 def find_changed_entries(n: int, _: Path) -> Action:
@@ -534,6 +555,7 @@ CASES: dict[str, Case] = {
     "layout/index.py": read_stored_index,
     "layout/index_text.py": find_changed_entries,
     "layout/need_table.py": read_needs,
+    "layout/pending_names.py": read_changes,
     "load.py": read_archive_index,
     "model/picture_metadata.py": read_facts,
     "model/picture_metadata.py Exif": read_exif,
@@ -650,6 +672,7 @@ COVERED = {
     **dict.fromkeys(
         (
             "config/name_index.py",
+            "config/trust_policy.py",
             "layout/description.py",
             "layout/metadata.py",
             "layout/repository_record.py",
@@ -658,6 +681,10 @@ COVERED = {
             "registry/host_settings.py",
         ),
         "a small file of the user",
+    ),
+    **dict.fromkeys(
+        ("trust/bundle.py", "trust/keyless.py", "trust/simple_signing.py", "trust/statement.py"),
+        "a signature of at most 1 MiB, by read_json",
     ),
     "registry/credential_helper.py": "the output of a program of the user, by read_json",
     "model/dequantize.py": "weights, bounded by their layers",

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from clowder_aimage.config import trust_policy
 from tests.abridged import abridge
 from tests.process import Aimage
 from tests.store import copy_store
+from tests.trust.place import Place
 
 
 @pytest.fixture(scope="session")
@@ -31,3 +33,17 @@ def pushed(aimage: Callable[..., Aimage], small_store: Path, repository: str) ->
     here("tag", "small", here.name, "-q")
     here("push", here.name, "-q")
     return here
+
+
+@pytest.fixture(autouse=True)
+def without_machine_policy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Replace the policy of this machine by a file of the test, which does not exist yet."""
+    path = tmp_path / "machine" / "trust.yaml"
+    path.parent.mkdir()
+    monkeypatch.setattr(trust_policy, "SYSTEM_FILES", [path])
+    return path
+
+
+@pytest.fixture
+def place(pushed: Any, tmp_path: Path, without_machine_policy: Path) -> Place:
+    return Place(pushed, tmp_path, without_machine_policy)

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from cryptography.hazmat.primitives import serialization
 
 from clowder_aimage.content import build_bytes_body
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Reference, mediatype
 from clowder_aimage.oci.manifest import encode
 from clowder_aimage.registry import ClientOptions, Repository
+from clowder_aimage.sign import _attach_bundle
+from clowder_aimage.trust.statement import COSIGN_SIGN, build_cosign_statement
 from tests.process import run
-from tests.trust.key_files import write_key
+from tests.trust.key_files import (
+    create_authority,
+    create_certificate,
+    create_key,
+    write_key,
+)
+from tests.trust.own_sigstore import IDENTITY, ISSUER, OwnSigstore
 
 
 @pytest.mark.parametrize("form", ["bundle", "cosign-tag", "oms"])
@@ -121,6 +131,31 @@ def test_options_that_contradict_each_other(
     private, public = write_key(tmp_path, "signer")
     files = {"KEY": private, "PUBLIC": public}
     assert message in aimage()(*(files.get(word, word) for word in arguments), code=2).err
+
+
+def test_a_certificate_and_a_keyless_identity_are_accepted(pushed: Any, tmp_path: Path) -> None:
+    private, _ = write_key(tmp_path, "certified")
+    authority = create_authority()
+    certificate = create_certificate(authority, create_key("certified"), days=(-400, 4000))
+    chain, root = tmp_path / "chain.pem", tmp_path / "root.pem"
+    chain.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+    root.write_bytes(authority.pem)
+    pushed("sign", pushed.name, "--key", private, "--certificate", chain, "-q")
+    check = ("verify", pushed.name, "--signature", "--identity")
+    done = pushed(*check, "signer@*", "--authority", root)
+    assert "signed by certificate signer@example.com" in done.out
+    pushed(*check, "other@*", "--authority", root, code=5)
+    # Keyless, as cosign attaches it.
+    sigstore, layout = OwnSigstore(), ImageLayout(pushed.store)
+    reference = Reference.parse(pushed.name)
+    content = layout.resolve(reference)
+    raw = json.dumps(sigstore.sign(build_cosign_statement(content.digest))).encode()
+    _attach_bundle(layout, reference, content, raw, COSIGN_SIGN)
+    trusted = sigstore.write_root(tmp_path / "trusted_root.json")
+    keyless = ("--issuer", ISSUER, "--trusted-root", trusted, "--offline")
+    done = pushed(*check, IDENTITY, *keyless)
+    assert f"signed by keyless {IDENTITY} by {ISSUER}, 2026-11-29 12:00 UTC" in done.out
+    pushed(*check, "other@*", *keyless, code=5)
 
 
 @pytest.mark.integration

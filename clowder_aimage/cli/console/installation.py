@@ -37,6 +37,7 @@ EXTRAS = {
     "socks": Extra("socks", "SOCKS proxies"),
     "text": Extra("mlx_lm", "language models of Transformers"),
     "torch": Extra("diffusers", "image models with PyTorch, on GPUs of NVIDIA and AMD"),
+    "trust": Extra("sigstore", "signatures and their policy"),
     "worker": Extra("pydantic", "a worker and a node"),
     "zstd": Extra("zstandard", "layers compressed with zstd"),
 }

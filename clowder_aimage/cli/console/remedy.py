@@ -113,6 +113,9 @@ REMEDIES = {
     "manifest: then push with --dialect container",
     "sign": "its signer attaches one with 'aimage sign'",
     "sign_files": "pull it first, or sign its manifest without --as oms",
+    "trust_check": "'aimage trust check REF' explains the policy; its publisher signs it with "
+    "'aimage sign'",
+    "trust_policy": "'aimage validate' checks it; see docs/trust.md",
     "unclear_refusal": "the registry may refuse this type of manifest: push with "
     "--dialect container",
     "replace_keys": "name the right root key with --root-key, or replace the key set with "

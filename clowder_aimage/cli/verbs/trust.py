@@ -1,0 +1,104 @@
+"""The verb ``trust check``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from clowder_aimage.cli.console.example import NAME, examples
+from clowder_aimage.cli.console.option import (
+    VerbGroup,
+    common_options,
+    get_settings,
+    login_connection_options,
+)
+from clowder_aimage.cli.console.output import print_result
+from clowder_aimage.cli.console.stored_name import stored_argument
+from clowder_aimage.errors import AImageError, NotFoundError, SignatureError
+from clowder_aimage.oci import Digest, Reference
+
+if TYPE_CHECKING:
+    from clowder_aimage.registry import ClientOptions
+    from clowder_aimage.trust.gate import PolicyGate
+
+
+@click.group(cls=VerbGroup)
+def trust() -> None:
+    """Explain the policy of signatures."""
+
+
+@examples(f"aimage trust check {NAME}")
+@common_options
+@trust.command(short_help="Tell which rule decides about REF.")
+@stored_argument()
+@login_connection_options
+def check(reference: Reference) -> int:
+    """Tell which rule of the policy decides about REF, and whether REF is accepted.
+
+    REF is looked up in the store, else in its registry. A rule for any name that REF has or came by
+    counts. The exit code is 5 if REF is refused.
+    """
+    from clowder_aimage.config.trust_policy import read_policy
+    from clowder_aimage.config.user_directory import get_user_files
+    from clowder_aimage.trust.gate import PolicyGate, explain
+
+    policy = read_policy(get_user_files())
+    if policy is None:
+        print_result(
+            {"reference": str(reference), "policy": None, "rules": [], "accepted": True},
+            "there is no policy: everything is accepted",
+        )
+        return 0
+    chosen = get_settings()
+    layout, connection = chosen.layout, chosen.build_client_options()
+    digest: Digest | None = None
+    failure: AImageError | None = None
+    gate = PolicyGate(policy, lambda: connection)
+    try:
+        content = layout.resolve(reference)
+        digest = content.digest
+        gate.admit_stored(layout, content)
+    except NotFoundError:
+        digest, failure = _check_remote(gate, connection.expand(reference), connection)
+    except SignatureError as error:
+        failure = error
+    rules = explain(layout, policy, connection.expand(reference), digest)
+    value = {
+        "reference": str(reference),
+        "digest": str(digest) if digest else None,
+        "policy": policy.version,
+        "rules": rules,
+        "accepted": failure is None,
+        **({"reason": failure.message} if failure else {}),
+    }
+    print_result(value, _format(reference, rules, failure))
+    return 0 if failure is None else failure.exit_code
+
+
+def _check_remote(
+    gate: PolicyGate, reference: Reference, connection: ClientOptions
+) -> tuple[Digest, SignatureError | None]:
+    from clowder_aimage.content.verified_reader import read_all
+    from clowder_aimage.registry import Repository
+
+    with Repository(reference, connection) as repository:
+        content = repository.resolve(reference)
+        raw = read_all(repository.open(content), content)
+        try:
+            gate.admit_remote(repository, reference, content, raw)
+        except SignatureError as error:
+            return content.digest, error
+        return content.digest, None
+
+
+def _format(
+    reference: Reference, rules: list[dict[str, Any]], failure: AImageError | None
+) -> list[str]:
+    lines = [f"{reference}: {'accepted' if failure is None else 'refused'}"]
+    for entry in rules:
+        if "rule" in entry:
+            lines.append(f"  {entry['name']}: {entry['mode']}, by {entry['rule']}")
+        else:
+            lines.append(f"  {entry['name']}: no rule")
+    return [*lines, *([f"  {failure.message}"] if failure else [])]

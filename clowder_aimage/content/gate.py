@@ -1,0 +1,61 @@
+"""The decision about content that is read, which a policy of the user may demand.
+
+The layout and the registry client ask before they give out a manifest: no weight is found without
+one. Who asks, and what is demanded, is decided above them (``trust/gate.py``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from typing import Protocol
+
+from clowder_aimage.content.store import Source
+from clowder_aimage.oci import Descriptor, Digest, Reference
+
+
+class Gate(Protocol):
+    """A policy. The methods raise SignatureError: it does not accept the content."""
+
+    def admit_remote(
+        self, repository: Source, reference: Reference, content: Descriptor, raw: bytes
+    ) -> None:
+        """Decide about a manifest of a registry, before any of its blobs is fetched."""
+
+    def check_blob(self, name: str, content: Descriptor) -> None:
+        """Decide about a blob of the repository ``name``: a manifest with it must be admitted."""
+
+    def admit_stored(self, store: Source, content: Descriptor) -> None:
+        """Decide about a manifest in a store, by the names that it came from."""
+
+    def admit_named(
+        self, store: Source, content: Descriptor, references: Sequence[Reference]
+    ) -> None:
+        """Decide about a stored manifest by names that it is to get, or came by."""
+
+    def record(self, store: Source, content: Descriptor, reference: Reference) -> None:
+        """Record that a manifest in a store has a name, and why it was admitted."""
+
+    def has_admitted(self, digest: Digest) -> bool:
+        """Return False for a blob of no admitted manifest, if manifests are decided about."""
+
+
+# Returns the gate of this process; set once by the user's configuration.
+GATES: list[Callable[[], Gate | None]] = []
+_is_unchecked: ContextVar[bool] = ContextVar("is_unchecked", default=False)
+
+
+def find_gate() -> Gate | None:
+    """Return the gate, None without a policy. Raises UsageError: the policy cannot be used."""
+    return GATES[0]() if GATES and not _is_unchecked.get() else None
+
+
+@contextlib.contextmanager
+def unchecked() -> Iterator[None]:
+    """Ask no gate in this block: it names, lists or removes content, or decides about it."""
+    token = _is_unchecked.set(True)
+    try:
+        yield
+    finally:
+        _is_unchecked.reset(token)

@@ -1,0 +1,375 @@
+"""The one decision about content, by the policy of the user: every door asks it.
+
+Rules apply to each name that content came by or has: another name does not lift a demand. What
+admitted a manifest is recorded with its digest in the store, by the rule, and counts while that
+rule is unchanged; then the signatures in the store are looked at again, and those in the registry.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any
+
+from clowder_aimage.content.gate import unchecked
+from clowder_aimage.content.graph import parse_content
+from clowder_aimage.content.store import Reader, Source, WrappedSource, build_bytes_body
+from clowder_aimage.content.verified_reader import read_all
+from clowder_aimage.errors import (
+    AccessError,
+    AImageError,
+    FormatError,
+    SignatureError,
+    UsageError,
+)
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.layout.metadata import MetadataFiles
+from clowder_aimage.oci import Descriptor, Digest, Index, Manifest, Reference, mediatype
+from clowder_aimage.oci.artifact import EMPTY
+from clowder_aimage.registry import ClientOptions, Repository
+from clowder_aimage.trust import simple_signing
+from clowder_aimage.trust.bundle import MAX_BUNDLE, MEDIA_TYPE
+from clowder_aimage.trust.collection import (
+    MAX_REFERRERS,
+    RegistryPlace,
+    SignaturePlace,
+    StorePlace,
+    find_signature,
+)
+from clowder_aimage.trust.policy import Mode, Policy, Rule, build_rule_name
+
+# The private directory of the records of a store
+RECORDS = "trust"
+# Digests of admitted content in memory, about 200 bytes each
+_MAX_ADMITTED = 500_000
+_log = logging.getLogger("aimage.trust")
+
+
+class PolicyGate:
+    """The gate of a process. Thread-safe.
+
+    ``read_policy`` returns the current policy, and ``connect`` the options for registries.
+    """
+
+    def __init__(self, policy: Policy, connect: Callable[[], ClientOptions]) -> None:
+        self._policy, self._connect = policy, connect
+        self._lock = threading.Lock()
+        # The rules by which content was admitted: manifests, and the content that they list.
+        self._admitted: dict[Digest, dict[str, dict[str, Any]]] = {}
+        # The accepted signatures of manifests: their manifest and their blob
+        self._documents: dict[Digest, list[tuple[Descriptor, bytes]]] = {}
+        self._warned: set[tuple[str, Digest]] = set()
+
+    # In a registry
+
+    def admit_remote(
+        self, repository: Source, reference: Reference, content: Descriptor, raw: bytes
+    ) -> None:
+        """Decide about a manifest by the signatures in its repository. Raises SignatureError."""
+        document = parse_content(raw, content)
+        rule = self._policy.find(build_rule_name(reference))
+        if rule is None or rule.mode is Mode.OFF or is_signature(document):
+            self._admit(document, content.digest, None, {})
+            return
+        if rule.id in self._admitted.get(content.digest, ()):
+            self._admit(document, content.digest, rule, self._admitted[content.digest][rule.id])
+            return
+        assert isinstance(repository, Repository)  # noqa: S101 - the only source that asks
+        place = RegistryPlace(repository.without_gate(), reference)
+        evidence = self._decide(rule, place, content.digest, str(reference))
+        if place.last and "warned" not in evidence:
+            with self._lock:
+                self._documents[content.digest] = place.last
+        self._admit(document, content.digest, rule, evidence)
+
+    def check_blob(self, name: str, content: Descriptor) -> None:
+        """Raise SignatureError unless an admitted manifest lists the blob."""
+        rule = self._policy.find(build_rule_name(Reference.parse(name)))
+        if rule is None or rule.mode is not Mode.ENFORCE or content.digest in self._admitted:
+            return
+        raise SignatureError(
+            f"{content.digest} of {name} is of no manifest that the policy has accepted",
+            hint="a blob has no signature: pull the AImage by its name",
+        )
+
+    def has_admitted(self, digest: Digest) -> bool:
+        """Return False for content of no admitted manifest, if a rule refuses manifests."""
+        return not self._policy.is_enforced or digest in self._admitted
+
+    # In a store
+
+    def admit_stored(self, store: Source, content: Descriptor) -> None:
+        """Decide about a manifest by the names that it has and had. Raises SignatureError."""
+        self.admit_named(store, content, ())
+
+    def admit_named(
+        self, store: Source, content: Descriptor, references: Sequence[Reference]
+    ) -> None:
+        """Decide about a manifest, also by names that it is to get. Raises SignatureError."""
+        assert isinstance(store, ImageLayout)  # noqa: S101 - the only store that asks
+        document = parse_content(read_all(_Unchecked(store).open(content), content), content)
+        if is_signature(document):
+            self._admit(document, content.digest, None, {})
+            return
+        record = _read_record(store, content.digest)
+        names = set(record.get("names", ()))
+        known = (*references, *_list_names(store, content.digest))
+        names |= {build_rule_name(reference) for reference in known}
+        rules = {rule.id: rule for name in names if (rule := self._policy.find(name)) is not None}
+        if not names and not self._is_listed(store, content):
+            self._refuse_unknown(content)
+        accepted: dict[str, Any] = dict(record.get("accepted", {}))
+        for rule in rules.values():
+            if rule.mode is Mode.OFF or rule.id in accepted:
+                continue
+            admitted = self._admitted.get(content.digest, {}).get(rule.id)
+            accepted[rule.id] = admitted or self._decide_stored(store, rule, content.digest, record)
+        if record.get("accepted", {}) != accepted or set(record.get("names", ())) != names:
+            _write_record(
+                store,
+                content.digest,
+                record
+                | {"names": sorted(names), "accepted": accepted, "policy": self._policy.version},
+            )
+        for rule_id, evidence in accepted.items():
+            self._admit(document, content.digest, rules.get(rule_id), evidence)
+        self._admit(document, content.digest, None, {})
+
+    def record(self, store: Source, content: Descriptor, reference: Reference) -> None:
+        """Record a name of a stored manifest, and what admitted it in this process."""
+        if not isinstance(store, ImageLayout):
+            return
+        record = _read_record(store, content.digest)
+        known = [reference, *_list_names(store, content.digest)]
+        accepted = dict(record.get("accepted", {})) | self._admitted.get(content.digest, {})
+        indexes = {entry["index"] for entry in accepted.values() if "index" in entry}
+        value = {
+            "names": sorted({*record.get("names", ()), *map(build_rule_name, known)}),
+            "accepted": accepted,
+            "indexes": sorted(indexes.union(record.get("indexes", ()))),
+            "policy": self._policy.version,
+        }
+        if value != {key: record.get(key) for key in value}:
+            _write_record(store, content.digest, record | value)
+        for subject in (content.digest, *map(Digest.parse, sorted(indexes))):
+            with self._lock:
+                documents = self._documents.pop(subject, None)
+            if documents:
+                _keep_signature(store, subject, reference, documents)
+
+    def _is_listed(self, store: ImageLayout, content: Descriptor) -> bool:
+        """Return True if an admitted index lists a manifest without a name of its own."""
+        if content.digest in self._admitted:
+            return True
+        for _, entry in store.iter_entries():
+            if entry.media_type not in mediatype.INDEXES:
+                continue
+            try:
+                index = parse_content(read_all(_Unchecked(store).open(entry), entry), entry)
+            except (AccessError, FormatError):
+                continue
+            if any(child.digest == content.digest for child in _list_children(index)):
+                # Raises unless the index is admitted
+                self.admit_stored(store, entry)
+                return True
+        return False
+
+    def _refuse_unknown(self, content: Descriptor) -> None:
+        if self._policy.is_enforced:
+            raise SignatureError(
+                f"{content.digest} has no name in the store, so that no rule of the policy is "
+                "for it",
+                hint="use it by a name",
+            )
+
+    def _decide_stored(
+        self, store: ImageLayout, rule: Rule, digest: Digest, record: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Return what admits a stored manifest: a signature in the store, or in its registry."""
+        # A manifest that an index lists may be admitted by the signature of that.
+        subjects = [digest, *(Digest.parse(each) for each in record.get("indexes", ()))]
+        failure: AImageError | None = None
+        for subject in subjects:
+            try:
+                return _describe(
+                    find_signature(_UncheckedPlace(store), subject, rule.signers, _now())
+                )
+            except SignatureError as error:
+                failure = failure or error
+        if not rule.signers.offline:
+            names = {*record.get("names", ()), *(x.name for x in _list_names(store, digest))}
+            for name in sorted(names):
+                for subject in subjects:
+                    try:
+                        return self._search_registry(name, rule, subject)
+                    except (AccessError, SignatureError, UsageError):
+                        continue
+        return self._fail(rule, digest, failure)
+
+    def _search_registry(self, name: str, rule: Rule, subject: Digest) -> dict[str, Any]:
+        reference = Reference.parse(f"{name}@{subject}")
+        if reference.registry is None:
+            raise SignatureError(f"{name} has no registry")
+        with Repository(reference, self._connect()) as repository:
+            place = RegistryPlace(repository.without_gate(), reference)
+            return _describe(find_signature(place, subject, rule.signers, _now()))
+
+    # The decision
+
+    def _decide(
+        self, rule: Rule, place: SignaturePlace, digest: Digest, name: str
+    ) -> dict[str, Any]:
+        try:
+            return _describe(find_signature(place, digest, rule.signers, _now()))
+        except (SignatureError, AccessError, FormatError) as error:
+            return self._fail(rule, digest, error, name)
+
+    def _fail(
+        self, rule: Rule, digest: Digest, failure: AImageError | None, name: str = ""
+    ) -> dict[str, Any]:
+        """Warn, or raise SignatureError, by the mode of the rule."""
+        reason = failure.message if failure else f"{digest} has no signature"
+        message = f"{name or digest} is refused by {rule.source}, for {rule.pattern}: {reason}"
+        if rule.mode is Mode.ENFORCE:
+            raise SignatureError(message, remedy="trust_check")
+        with self._lock:
+            is_new = (rule.id, digest) not in self._warned
+            self._warned.add((rule.id, digest))
+        if is_new:
+            _log.warning("%s would be refused: %s", name or digest, reason)
+        return {"warned": reason}
+
+    def _admit(
+        self,
+        document: Manifest | Index,
+        digest: Digest,
+        rule: Rule | None,
+        evidence: dict[str, Any],
+    ) -> None:
+        """Remember a manifest and the content that it lists; an index admits its manifests."""
+        contents: Iterable[Digest] = (
+            digest,
+            *(child.digest for child in document.children),
+        )
+        with self._lock:
+            if len(self._admitted) > _MAX_ADMITTED:
+                self._admitted.clear()
+            for content in contents:
+                entry = self._admitted.setdefault(content, {})
+                if rule is not None and content == digest:
+                    entry[rule.id] = evidence
+                elif rule is not None and isinstance(document, Index):
+                    entry[rule.id] = evidence | {"index": str(digest)}
+
+
+def is_signature(document: Manifest | Index) -> bool:
+    """Return True for an artifact with nothing but signatures: it is read to decide about others.
+
+    It has no layer that a model could have.
+    """
+    if not isinstance(document, Manifest) or len(document.layers) > MAX_REFERRERS:
+        return False
+    kinds = {layer.media_type for layer in document.layers}
+    is_small = all(child.size <= MAX_BUNDLE for child in document.children)
+    is_bundle = kinds == {MEDIA_TYPE} and document.config.media_type == mediatype.OCI_EMPTY
+    return is_small and (is_bundle or kinds == {simple_signing.MEDIA_TYPE})
+
+
+def _keep_signature(
+    store: ImageLayout,
+    subject: Digest,
+    reference: Reference,
+    documents: list[tuple[Descriptor, bytes]],
+) -> None:
+    """Store the signature that admitted a manifest, for later decisions without its registry."""
+    (manifest, raw), *blobs = documents
+    document = parse_content(raw, manifest)
+    name = replace(reference, tag=None, digest=manifest.digest)
+    if document.subject is None:
+        name = replace(name, tag=simple_signing.build_signature_tag(subject), digest=None)
+    contents = [*blobs, (manifest, raw)]
+    if isinstance(document, Manifest) and document.config.media_type == mediatype.OCI_EMPTY:
+        contents.insert(0, (document.config, EMPTY))
+    try:
+        with store.lease(*(content.digest for content, _ in contents)), unchecked():
+            for content, data in contents:
+                store.push(content, build_bytes_body(data))
+            store.tag(manifest, name)
+    except AccessError as error:
+        _log.debug("cannot store the signature of %s: %s", subject, error)
+
+
+def _list_children(document: Manifest | Index) -> tuple[Descriptor, ...]:
+    return document.manifests if isinstance(document, Index) else ()
+
+
+def _list_names(store: ImageLayout, digest: Digest) -> list[Reference]:
+    """Return the names of a manifest in the index of a store, by other tools too."""
+    names = []
+    for name, entry in store.iter_candidates(Reference(None, "x", None, digest)):
+        if entry.digest == digest and name:
+            try:
+                names.append(Reference.parse(name))
+            except UsageError:
+                # A name of another tool is judged as it is spelt
+                names.append(Reference(None, "unnamed"))
+    return names
+
+
+def _describe(accepted: Any) -> dict[str, Any]:
+    value: dict[str, Any] = accepted.to_json()
+    return value
+
+
+def _now() -> datetime:
+    return datetime.now(UTC)
+
+
+def _read_record(store: ImageLayout, digest: Digest) -> dict[str, Any]:
+    return MetadataFiles(store.root, RECORDS).get(str(digest)) or {}
+
+
+def _write_record(store: ImageLayout, digest: Digest, value: dict[str, Any]) -> None:
+    try:
+        MetadataFiles(store.root, RECORDS).put(str(digest), value, durable=True)
+    except AccessError as error:
+        # A store that only others write is decided about each time.
+        _log.debug("cannot record the decision about %s: %s", digest, error)
+
+
+class _Unchecked(WrappedSource):
+    """A store whose documents are read to decide about them."""
+
+    def __init__(self, store: ImageLayout) -> None:
+        super().__init__(store)
+        self._store = store
+
+    def open(self, content: Descriptor, offset: int = 0, length: int | None = None, /) -> Reader:
+        return self._store.open_unchecked(content, offset, length)
+
+
+class _UncheckedPlace(StorePlace):
+    def __init__(self, layout: ImageLayout) -> None:
+        super().__init__(layout)
+        self._source = _Unchecked(layout)
+
+
+def explain(
+    store: ImageLayout, policy: Policy, reference: Reference, digest: Digest | None
+) -> list[dict[str, Any]]:
+    """Return each name that counts for a reference, with the rule that decides about it."""
+    names = {build_rule_name(reference)}
+    if digest is not None:
+        names |= set(_read_record(store, digest).get("names", ()))
+        names |= {build_rule_name(name) for name in _list_names(store, digest)}
+    entries = []
+    for name in sorted(names):
+        rule = policy.find(name)
+        entry: dict[str, Any] = {"name": name, "mode": "none"}
+        if rule is not None:
+            entry |= {"mode": rule.mode.value, "rule": rule.source, "pattern": rule.pattern}
+        entries.append(entry)
+    return entries

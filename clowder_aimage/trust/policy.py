@@ -1,0 +1,176 @@
+"""The policy of a user or a machine: which signers the AImages of which repositories need.
+
+A document has rules in order, of which the first decides whose pattern matches. A machine's rules
+come before those of its users. A document that is unreadable, empty or contradictory is an error,
+so that nothing is accepted by mistake.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from clowder_aimage.errors import UsageError
+from clowder_aimage.oci import Reference
+from clowder_aimage.trust.acceptance import Format, Signers
+from clowder_aimage.trust.certificate import Identity, parse_certificates
+from clowder_aimage.trust.key import MAX_FILE, PublicKey
+
+# The policy of a machine
+SYSTEM_FILE = Path("/etc/aimage/trust.yaml")
+
+
+class Mode(StrEnum):
+    """The consequence of a missing signature: a refusal, a warning, or nothing."""
+
+    ENFORCE = "enforce"
+    WARN = "warn"
+    OFF = "off"
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A rule for the repositories whose names match a pattern.
+
+    ``source`` is its file with its position, ``id`` a hash of what it demands, keys included.
+    """
+
+    pattern: str
+    mode: Mode
+    signers: Signers
+    source: str
+    id: str
+
+    def matches(self, name: str) -> bool:
+        """Return True if the rule is for a repository, by its name with the host."""
+        return is_covered(name, self.pattern)
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """Rules in order, and the ``version``: a hash of all of them."""
+
+    rules: tuple[Rule, ...]
+    version: str
+
+    def find(self, name: str) -> Rule | None:
+        """Return the rule that decides about a repository, None if there is none."""
+        return next((rule for rule in self.rules if rule.matches(name)), None)
+
+    @property
+    def is_enforced(self) -> bool:
+        """True if a rule refuses."""
+        return any(rule.mode is Mode.ENFORCE for rule in self.rules)
+
+
+def build_rule_name(reference: Reference) -> str:
+    """Return the name of a repository, as rules are compared with it."""
+    name = reference.canonical.name
+    host, slash, path = name.partition("/")
+    # Hosts are compared without case
+    return f"{host.lower()}{slash}{path}" if reference.registry else name
+
+
+def is_covered(text: str, pattern: str) -> bool:
+    """Return True if a text, which may be a pattern, is matched; ``*`` stands for any text."""
+    first, *others = pattern.split("*")
+    if not others:
+        return text == pattern
+    if not text.startswith(first):
+        return False
+    position = len(first)
+    *middle, last = others
+    for part in middle:
+        found = text.find(part, position)
+        if found < 0:
+            return False
+        position = found + len(part)
+    return len(text) - len(last) >= position and text.endswith(last)
+
+
+def build_policy(documents: Sequence[tuple[Path, dict[str, Any]]]) -> Policy:
+    """Return the policy of documents in order, with the files that each names.
+
+    Raises UsageError: a document is empty or contradicts itself, or a file cannot be used.
+    """
+    rules = list[Rule]()
+    for path, document in documents:
+        entries = document.get("rules") or []
+        if not entries:
+            raise UsageError(f"the policy in {path} has no rules", remedy="trust_policy")
+        default = Mode(document.get("mode", Mode.ENFORCE))
+        own = [_build_rule(path, number, default, entry) for number, entry in enumerate(entries, 1)]
+        _check_reached(own)
+        rules += own
+    version = hashlib.sha256("".join(rule.pattern + rule.id for rule in rules).encode())
+    return Policy(tuple(rules), version.hexdigest())
+
+
+def _check_reached(rules: Sequence[Rule]) -> None:
+    """Raise UsageError for a rule that an earlier one of its document leaves without effect."""
+    for number, rule in enumerate(rules):
+        for earlier in rules[:number]:
+            if is_covered(rule.pattern, earlier.pattern):
+                raise UsageError(
+                    f"{rule.source} has no effect: {earlier.source} is for {earlier.pattern}, "
+                    f"which includes {rule.pattern}",
+                    hint="put the rule for fewer repositories first, or remove one",
+                )
+
+
+def _build_rule(path: Path, number: int, default: Mode, entry: dict[str, Any]) -> Rule:
+    source = f"rule {number} of {path}"
+    mode = Mode(entry.get("mode", default))
+    read = functools.partial(_read_file, path.parent)
+    identities = tuple(
+        Identity(each["subject"], each.get("issuer", "")) for each in entry.get("identities", ())
+    )
+    authority, root = entry.get("authority"), entry.get("trustedRoot")
+    if mode is not Mode.OFF and not entry.get("keys") and not identities:
+        raise UsageError(f"{source} has neither keys nor identities", remedy="trust_policy")
+    if any(not each.issuer for each in identities) != (authority is not None):
+        raise UsageError(
+            f"{source} must have both an authority and identities without an issuer, or neither"
+        )
+    formats = frozenset(map(Format, entry.get("formats", Format)))
+    if formats == {Format.COSIGN_TAG} and mode is not Mode.OFF and not entry.get("keys"):
+        raise UsageError(f"{source} accepts the form cosign-tag only, which needs keys")
+    keys = [read(name) for name in entry.get("keys", ())]
+    roots = None if authority is None else read(authority)
+    trusted_root = None if root is None else path.parent / root
+    signers = Signers(
+        tuple(PublicKey.parse(data, name) for data, name in keys),
+        () if roots is None else parse_certificates(*roots),
+        identities,
+        trusted_root,
+        bool(entry.get("offline", False)),
+        formats,
+    )
+    material = [data for data, _ in keys] + ([roots[0]] if roots else [])
+    material += [] if root is None else [read(root)[0]]
+    text = json.dumps([entry, mode], sort_keys=True).encode()
+    digest = hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in (text, *material)))
+    return Rule(_normalize(entry["pattern"]), mode, signers, source, digest.hexdigest())
+
+
+def _normalize(pattern: str) -> str:
+    host, slash, path = pattern.partition("/")
+    return f"{host.lower()}{slash}{path}"
+
+
+def _read_file(directory: Path, name: str) -> tuple[bytes, str]:
+    path = directory / name
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_FILE + 1)
+    except OSError as error:
+        raise UsageError(f"cannot read {path} of the policy: {error.strerror or error}") from None
+    if len(data) > MAX_FILE:
+        raise UsageError(f"{path} has more than {MAX_FILE} bytes: it is not a file of keys")
+    return data, str(path)
