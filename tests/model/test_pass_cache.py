@@ -101,3 +101,43 @@ def test_a_device_without_recorded_passes_computes() -> None:
     device = FakeDevice({})
     run(PassCache(), device, 1, 1, 1)
     assert device.computed == [1, 1, 1]
+
+
+def test_a_pass_of_cuda_has_inputs_and_outputs_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the interface of CUDA graphs: a replay computes again from the same memory."""
+    from contextlib import contextmanager, nullcontext
+    from types import SimpleNamespace
+
+    from clowder_aimage.model.torch.graph import CudaPass
+
+    reserved, seen = iter((100, 164)), []
+
+    class FakeGraph:
+        def replay(self) -> None:
+            # The memory that the recording wrote to
+            recorded._output.copy_(compute(recorded._inputs))
+
+    @contextmanager
+    def record(graph: Any, **options: Any) -> Any:
+        seen.append((type(graph), options))
+        yield
+
+    fake = SimpleNamespace(
+        memory_reserved=lambda _: next(reserved),
+        empty_cache=lambda: None,
+        CUDAGraph=FakeGraph,
+        graph=record,
+        device=lambda _: nullcontext(),
+    )
+    monkeypatch.setattr(torch, "cuda", fake)
+
+    def compute(inputs: Sequence[Any]) -> Any:
+        return inputs[0] * 2 + inputs[1]
+
+    first = [torch.ones(3), torch.zeros(3)]
+    recorded = CudaPass(compute, first)
+    assert recorded.size == 64 and seen == [(FakeGraph, {"capture_error_mode": "thread_local"})]
+    one = recorded.replay([torch.full((3,), 5.0), torch.ones(3)])
+    other = recorded.replay([torch.full((3,), 7.0), torch.ones(3)])
+    assert one.tolist() == [11.0] * 3 and other.tolist() == [15.0] * 3
+    assert first[0].tolist() == [1.0] * 3

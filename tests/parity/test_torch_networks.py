@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import subprocess
 import sys
 import warnings
 from collections.abc import Callable
@@ -35,6 +34,7 @@ from clowder_aimage.model.torch.zimage.networks import ControlNetwork, ZImageNet
 from clowder_aimage.model.zimage.config import TransformerConfig as ZImageConfig
 from clowder_aimage.model.zimage.control_config import REFINER, ControlNetConfig
 from tests.adapter.vectors import TINY
+from tests.process import run as run_process
 
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
 SEED = int(os.environ["AIMAGE_PARITY_SEED"])  # tests/conftest.py draws one
@@ -246,7 +246,6 @@ pipeline = load_pipeline(*stored, backend="torch", dtype="float32")
 print(picture.pixels.shape, *({{"diffusers", "transformers", "mlx"}} & sys.modules.keys()))
 """
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=True
-    )
+    command = [sys.executable, "-c", program]
+    done = run_process(command, text=True, env=environment, check=True)
     assert done.stdout == "(32, 32, 3)\n"

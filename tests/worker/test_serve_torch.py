@@ -37,7 +37,7 @@ import importlib.abc, importlib.machinery, os, sys
 
 class Fault(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
-        if name != "clowder_aimage.model.torch.zimage":
+        if name != "clowder_aimage.model.torch.zimage.transformer":
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path)
         execute = spec.loader.exec_module
@@ -45,14 +45,14 @@ class Fault(importlib.abc.MetaPathFinder):
         def exec_module(module):
             execute(module)
             import torch
-            forward = module.ZImageTransformer2DModel.forward
+            forward = module.Transformer.forward
 
             def failing(*given, **named):
                 if os.path.exists(FLAG):
                     torch.empty(1 << 60)
                 return forward(*given, **named)
 
-            module.ZImageTransformer2DModel.forward = failing
+            module.Transformer.forward = failing
 
         spec.loader.exec_module = exec_module
         return spec

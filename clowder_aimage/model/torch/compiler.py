@@ -67,7 +67,7 @@ def check_compiler(device: str) -> None:
         raise UsageError(
             f"PyTorch cannot compile on this machine ({_describe(error)})",
             hint="install a C++ compiler, such as the package g++, and for a GPU Triton; "
-            f"or use --compile {NEVER}",
+            "or do not compile",
         ) from error
 
 
