@@ -175,10 +175,10 @@ LOCK    := $(TOOLS)/bin/uv pip compile --quiet --universal --python-version 3.11
 	  --generate-hashes --no-header
 lock: $(TOOLS)/.installed
 	$(LOCK) pyproject.toml --extra text --extra llama --extra worker --extra zstd \
-	  --extra fleet \
+	  --extra fleet --extra trust --extra c2pa \
 	  -o $(IMAGES)/requirements.lock
 	$(LOCK) pyproject.toml $(IMAGES)/cuda.in --extra torch --extra llama --extra worker \
-	  --extra zstd --extra fleet -o $(IMAGES)/requirements-cuda.lock
+	  --extra zstd --extra fleet --extra trust --extra c2pa -o $(IMAGES)/requirements-cuda.lock
 	$(LOCK) $(IMAGES)/build.in -o $(IMAGES)/requirements-build.lock
 
 # No request is made: ADVISORIES is an archive of advisories in OSV's format, one JSON file each.
