@@ -47,7 +47,9 @@ def test_every_verb_has_examples() -> None:
 @pytest.mark.parametrize("verb", EXAMPLES)
 def test_examples_are_valid(verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "sbom.json").touch()
+    (tmp_path / "model").mkdir()
+    for name in ("sbom.json", "signer.pem", "signer.pub", "model.sig"):
+        (tmp_path / name).touch()
     for line in EXAMPLES[verb]:
         assert len(line) <= 96, "it is too wide"
         command = re.sub(r"\s+#.*", "", line).replace("sha256:...", DIGEST)

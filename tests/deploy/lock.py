@@ -29,7 +29,13 @@ IMAGES = DEPLOY / "docker"
 # The extras of each image, and its other requirements
 CONTENTS = {
     "requirements.lock": (("text", "llama", "worker", "zstd", "fleet", "trust", "c2pa"), ""),
-    "requirements-cuda.lock": (("torch", "llama", "worker", "zstd", "fleet", "trust", "c2pa"), "cuda.in"),
+    "requirements-cuda.lock": (
+        ("torch", "llama", "worker", "zstd", "fleet", "trust", "c2pa"),
+        "cuda.in",
+    ),
+        ("torch", "llama", "worker", "zstd", "fleet", "trust", "c2pa"),
+        "cuda.in",
+    ),
     "requirements-build.lock": ((), "build.in"),
 }
 # The Pythons and processors of the images

@@ -48,6 +48,7 @@ CHECKED: dict[str, tuple[tuple[str, ...], ...]] = {
     "manifest push": (),
     "node": (),
     "node status": (),
+    "picture verify": (),
     "pull": (("NAME",), ("REPOSITORY@DIGEST",)),
     "registry serve": (),
     "replay": (),
@@ -59,9 +60,11 @@ CHECKED: dict[str, tuple[tuple[str, ...], ...]] = {
     "validate": (("NAME",),),
     "verify": (),
 }
-# Verbs without content: those of a configuration, of a worker's state and of keys.
+# Verbs without content: those of a configuration, of a worker's state, of keys, of the list of
+# names, and of a file.
 WITHOUT_CONTENT = {
-    *("completion", "config show", "doctor", "help", "login", "logout", "ps", "stop", "version"),
+    *("completion", "config show", "doctor", "help", "index", "login", "logout", "picture show"),
+    *("ps", "stop", "version"),
 }
 
 

@@ -39,6 +39,9 @@ class Model:
         self._on_step = on_step
         self.stored = SimpleNamespace(descriptor=SimpleNamespace(digest="sha256:0"))
 
+    def plan_marking(self, *_: Any, **__: Any) -> None:
+        """Return no marking."""
+
     def generate(self, request: GenerateRequest) -> Iterator[Step | Preview | Image]:
         pixels = np.zeros((1, 1, 3), np.uint8)
         for picture in range(request.output.n):
@@ -65,7 +68,7 @@ def answer(
 ) -> list[dict[str, Any]]:
     """Return the replies of a process to commands; it ends once all have ended."""
 
-    def encode_image(image: Image, facts: Any, _: Any) -> Any:
+    def encode_image(image: Image, facts: Any, *_: Any) -> Any:
         return SimpleNamespace(data=encode(image), facts=facts)
 
     monkeypatch.setattr(generate, "describe_picture", lambda *_: {})

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 @examples(
     f"aimage sign {NAME} --key signer.pem",
     "aimage sign shapes --local --key signer.pem --as oms",
-    f"aimage sign {NAME} --key signer.pub --key-command 'openssl dgst -sha256 -sign signer.pem'",
+    "aimage sign shapes --local --key signer.pub --key-command 'openssl dgst -sign signer.pem'",
 )
 @verb
 @reference_argument
