@@ -64,6 +64,7 @@ from clowder_aimage.layout.pending_names import (
     PendingNames,
     begin_pending,
     build_name,
+    has_pending,
     list_pending_paths,
     read_left,
     read_pending,
@@ -494,7 +495,8 @@ def write_pending(root: Path, *, is_due: bool) -> None:
     Raises StoreError, NoSpaceError.
     """
     # Without the lock at first: it is called often
-    if (stamp := read_index_stamp(root)) is None:
+    stamp = read_index_stamp(root)
+    if stamp is None or not has_pending(root, build_name(stamp)):
         return
     with translate_store_errors(root):
         pending = read_pending(root, build_name(stamp))

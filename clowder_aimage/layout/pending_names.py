@@ -294,6 +294,11 @@ def remove_superseded(root: Path, current: PendingNames | None) -> None:
         PendingNames(root, name, b"").remove()
 
 
+def has_pending(root: Path, name: str) -> bool:
+    """Return True if there is a file of that name; nothing is opened."""
+    return os.path.lexists(os.path.join(root, PRIVATE, _DIRECTORY, name))
+
+
 def read_pending(root: Path, name: str, start: int = 0) -> PendingNames | None:
     """Return the file of that name, or None without one. Raises OSError, StoreError."""
     path = os.path.join(check_own(root, _DIRECTORY), name)

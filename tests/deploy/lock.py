@@ -33,9 +33,6 @@ CONTENTS = {
         ("torch", "llama", "worker", "zstd", "fleet", "trust", "c2pa"),
         "cuda.in",
     ),
-        ("torch", "llama", "worker", "zstd", "fleet", "trust", "c2pa"),
-        "cuda.in",
-    ),
     "requirements-build.lock": ((), "build.in"),
 }
 # The Pythons and processors of the images
