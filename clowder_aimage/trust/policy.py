@@ -23,7 +23,6 @@ from clowder_aimage.trust.certificate import Identity, parse_certificates
 from clowder_aimage.trust.key import MAX_FILE, PublicKey
 
 # The policy of a machine
-SYSTEM_FILE = Path("/etc/aimage/trust.yaml")
 
 
 class Mode(StrEnum):

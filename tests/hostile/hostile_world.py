@@ -29,6 +29,7 @@ _ALWAYS = (  # Python's own files, the machine's settings
     sys.base_prefix,
     os.path.realpath(sys.base_prefix),
     "/dev",
+    "/etc/aimage",
     "/etc/containers",
     "/etc/docker",
     "/etc/ssl",
