@@ -22,8 +22,6 @@ from clowder_aimage.trust.acceptance import Format, Signers
 from clowder_aimage.trust.certificate import Identity, parse_certificates
 from clowder_aimage.trust.key import MAX_FILE, PublicKey
 
-# The policy of a machine
-
 
 class Mode(StrEnum):
     """The consequence of a missing signature: a refusal, a warning, or nothing."""
