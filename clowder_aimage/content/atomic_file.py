@@ -30,6 +30,7 @@ def open_atomic(
     durable: bool = True,
     directory: Path | None = None,
     prepare: Callable[[int], None] | None = None,
+    finish: Callable[[int], None] | None = None,
     removes_leftovers: bool = False,
 ) -> Iterator[BinaryIO]:
     """Open an unbuffered file that is renamed to ``path`` when the block ends without an error.
@@ -43,6 +44,7 @@ def open_atomic(
         durable: Sync the file, and the directory of ``path``.
         directory: The directory of the temporary file, on the same file system as ``path``.
         prepare: Called with the descriptor of the new file, before any byte is written.
+        finish: Called with it before the rename, after the sync of the file.
         removes_leftovers: Remove the temporary files of killed processes.
     """
     with contextlib.ExitStack() as stack:
@@ -58,6 +60,8 @@ def open_atomic(
                 yield file
                 if durable:
                     sync_file(fd, path)
+                if finish is not None:
+                    finish(fd)
                 # Renamed while it is locked: other processes remove unlocked temporary files.
                 temporary_directory.rename(os.fstat(fd), temporary, path.name, final)
             except BaseException:

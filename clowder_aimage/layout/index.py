@@ -31,7 +31,7 @@ from clowder_aimage.content.open_directory import READ
 from clowder_aimage.content.store import LAYOUT_FILE
 from clowder_aimage.errors import AImageError, FormatError, StoreError, UsageError
 from clowder_aimage.layout.entry_name import build_key, get_name, is_named, list_spellings
-from clowder_aimage.layout.index_merge import find_lacking, merge_left, merge_theirs
+from clowder_aimage.layout.index_merge import drop_replaced, find_lacking, merge_left, merge_theirs
 from clowder_aimage.layout.index_stamp import (
     IndexStamp,
     IndexState,
@@ -64,6 +64,7 @@ from clowder_aimage.layout.pending_names import (
     PendingNames,
     begin_pending,
     build_name,
+    encode_entry,
     has_pending,
     list_pending_paths,
     read_left,
@@ -281,6 +282,7 @@ def _read_file(root: Path, path: Path, *, is_locked: bool) -> IndexFile:
         time.sleep(_MOMENT)
     raw = text[:]
     value = _parse(raw, path)
+    value["manifests"] = drop_replaced(value["manifests"])
     if pending is not None:
         return IndexFile(root, raw, stamp, value, pending)
     files = read_left(root)
@@ -340,7 +342,8 @@ def _record_moves(root: Path, entries: list[Any]) -> bool:
         recorded = (records.get(name) or {}).get("entry")
         if isinstance(recorded, dict) and recorded.get("digest") != entry.get("digest"):
             records.put(name, {"entry": entry}, durable=True)
-        elif recorded != entry:
+        elif encode_entry(recorded) != encode_entry(entry):
+            # Also if only the order of its fields differs: the list compares texts
             is_recorded = False
     return is_recorded
 
@@ -367,15 +370,20 @@ def _is_here(root: Path, entry: Any) -> bool:
 
 @contextlib.contextmanager
 def edit_index(
-    root: Path, names: Collection[str] | None = None, *, is_deferred: bool = False
+    root: Path,
+    names: Collection[str] | None = None,
+    *,
+    is_deferred: bool = False,
+    undo: Callable[[], None] = lambda: None,
 ) -> Iterator[dict[str, Any]]:
     """Yield the index for changes in place, and write it or its list when the block ends.
 
     With ``names`` it may have only the entries of these names. Entries are replaced, and not
     changed. Unknown fields and entries are kept. Concurrent changes by other tools are merged. With
-    ``is_deferred`` the caller calls ``write_pending`` later, for a large index.
+    ``is_deferred`` the caller calls ``write_pending`` later, for a large index. ``undo`` is called
+    under the lock if the block or the write fails.
     """
-    with hold_lock(root, _LOCK):
+    with hold_lock(root, _LOCK), _undoing(undo):
         if not (root / "oci-layout").exists():
             _replace(root, "oci-layout", (LAYOUT_FILE,))
             with translate_store_errors(root):
@@ -396,6 +404,17 @@ def edit_index(
             # The change is durable: an error is left to the next write
             with contextlib.suppress(OSError, AImageError):
                 _write_pending(root, file)
+
+
+@contextlib.contextmanager
+def _undoing(undo: Callable[[], None]) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        # The first error is raised
+        with contextlib.suppress(AImageError):
+            undo()
+        raise
 
 
 def _begin_edit(
@@ -450,7 +469,11 @@ def _append(root: Path, file: IndexFile, changes: Collection[NameChange]) -> boo
     if count <= SMALL or not pending.accepts(changes, len(file.text), MAX_INDEX_SIZE):
         return False
     with translate_store_errors(root):
-        pending.append(changes)
+        try:
+            pending.append(changes)
+        except PermissionError:
+            # The file of another user, who may be root, where only a new index can be written
+            return False
     return True
 
 
@@ -505,9 +528,11 @@ def write_pending(root: Path, *, is_due: bool) -> None:
 
     def write(file: IndexFile) -> None:
         # One of another program is written with the next change
-        if file.value is not None or file.stamp is None or file.pending is None:
+        if file.stamp is None or file.pending is None:
             return
-        if _is_wanted(file.stamp, file.pending, is_due=is_due):
+        if file.value is not None:
+            _write_whole(root, file)
+        elif _is_wanted(file.stamp, file.pending, is_due=is_due):
             _write_pending(root, file)
 
     with hold_lock(root, _LOCK):
@@ -621,8 +646,19 @@ def _edit_value(root: Path, file: IndexFile) -> Iterator[_Edited]:
     yield edited
     if value != base or file.stamp is None:
         edited.build = lambda: (encode_index(value),)
+    if file.value is None:
+        edited.changes = _list_removed(before, value["manifests"])
     changes = _list_new(before, value["manifests"]) if edited.is_recorded else ()
     edited.is_recorded = edited.is_recorded and _are_recorded(root, changes)
+
+
+def _list_removed(before: Sequence[Any], after: Sequence[Any]) -> list[NameChange]:
+    """Return the removals of named entries; none if anything else changed."""
+    left, kept = {id(entry) for entry in after}, {id(entry) for entry in before}
+    gone = [entry for entry in before if id(entry) not in left]
+    if left - kept or not all(map(get_name, gone)):
+        return []
+    return [NameChange(get_name(entry), entry, None) for entry in gone]
 
 
 def _list_new(before: Sequence[Any], after: Sequence[Any]) -> Iterator[NameChange]:
@@ -653,7 +689,10 @@ def _write(root: Path, file: IndexFile, edited: _Edited) -> IndexStamp | None:
     base = file.value or _parse(file.read_text(), path)
     while True:
         current = read_index_file(root, is_locked=True)
-        theirs = current.value or _parse(current.read_text(), path)
+        if current.value is None:
+            theirs = _parse(current.read_text(), path)
+        else:
+            theirs = _apply_changes(root, current, current.value)
         merge_theirs(value["manifests"], base["manifests"], theirs["manifests"])
         base = theirs
         new = _NewIndex(root, lambda: (encode_index(value),), current.stamp, previous)
@@ -704,15 +743,15 @@ class _NewIndex:
 
     def _begin(self, status: os.stat_result) -> None:
         # Checked as late as possible: another tool's write would be lost.
-        if read_index_stamp(self.root) != self.stamp:
-            raise _ReplacedError
-        if self._count > SMALL and _is_locked(self.root):
+        if self._count > SMALL and status.st_mtime_ns % 10**6 and _is_locked(self.root):
             # Without a list the index is written again with each change
             with contextlib.suppress(OSError, AImageError):
                 name, previous = build_name(build_stamp(status)), self.previous
                 self._begun = begin_pending(
                     self.root, name, self._count, previous, is_same=self.is_same
                 )
+        if read_index_stamp(self.root) != self.stamp:
+            raise _ReplacedError
 
 
 def read_index_stamp(root: Path) -> IndexStamp | None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from clowder_aimage.layout.entry_name import build_key, get_name
 from clowder_aimage.layout.pending_names import NameChange, PendingNames
+from clowder_aimage.oci import mediatype
 
 # Nanoseconds in which a program that has read an index writes it again
 _MOMENT = 5 * 10**9
@@ -84,6 +85,26 @@ def merge_left(entries: Sequence[Any], changes: Iterable[NameChange]) -> list[An
             # A further entry of the name has the same digest
             net[build_key(name)] = replace(change, new=None)
     return result
+
+
+def drop_replaced(entries: Sequence[Any]) -> list[Any]:
+    """Drop our entries of names that skopeo moved.
+
+    It takes the name from an entry, though not that of containerd, and appends one of its own.
+    """
+    marks = [_get_annotations(entry) for entry in entries]
+    ours, theirs = mediatype.CONTAINERD_NAME, mediatype.REF_NAME
+    moved = {str(mark[theirs]) for mark in marks if mark.get(theirs) and ours not in mark}
+    return [
+        entry
+        for entry, mark in zip(entries, marks, strict=True)
+        if theirs in mark or str(mark.get(ours)) not in moved
+    ]
+
+
+def _get_annotations(entry: Any) -> dict[str, Any]:
+    annotations = entry.get("annotations") if isinstance(entry, dict) else None
+    return annotations if isinstance(annotations, dict) else {}
 
 
 def get_digest(entry: Any) -> Any:

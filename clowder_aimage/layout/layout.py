@@ -477,19 +477,20 @@ class ImageLayout(ContentStore):
         entry["annotations"] = {mediatype.CONTAINERD_NAME: name, mediatype.REF_NAME: name}
         if is_partial:
             entry["annotations"][mediatype.PARTIAL] = "true"
-        before, moved = self._names.get(name), list[Any]()
-        try:
-            with edit_index(self.root, [name], is_deferred=self.defers_index) as index:
-                moved = [old for old in index["manifests"] if is_named(old, name)]
-                entry = _replace(index["manifests"], entry, name)
-                is_elsewhere = self.locate(content) != build_blob_path(self.root, content)
-                record = {"entry": entry} | ({"elsewhere": True} if is_elsewhere else {})
-                self._names.put(name, record, durable=True)
-        except BaseException:
-            # The first error is raised
-            with contextlib.suppress(AImageError):
-                self._names.restore(name, before)
-            raise
+        before, moved = list[Any](), list[Any]()
+
+        def undo() -> None:
+            # Under the lock, and only what this call has written
+            for record in before:
+                self._names.restore(name, record)
+
+        with edit_index(self.root, [name], is_deferred=self.defers_index, undo=undo) as index:
+            moved = [old for old in index["manifests"] if is_named(old, name)]
+            entry = _replace(index["manifests"], entry, name)
+            is_elsewhere = self.locate(content) != build_blob_path(self.root, content)
+            record = {"entry": entry} | ({"elsewhere": True} if is_elsewhere else {})
+            before.append(self._names.get(name))
+            self._names.put(name, record, durable=True)
         self._record_unnamed(old for old in moved if old.get("digest") != str(content.digest))
         self.use(content)
         if isinstance(document, Manifest):
@@ -555,26 +556,22 @@ class ImageLayout(ContentStore):
         if not names:
             return set()
         removed: dict[str, dict[str, Any]] = {}
-        try:
-            with edit_index(self.root, names, is_deferred=self.defers_index) as index:
-                removed_entries = [
-                    entry for entry in index["manifests"] if _is_entry_of(entry, names)
-                ]
-                for entry in removed_entries:
-                    name = get_name(entry)
-                    if (record := self._names.get(name)) is not None:
-                        removed[name] = record
-                        # Removed before the entry: a recorded name would be restored.
-                        self._names.remove(name)
-                index["manifests"] = [
-                    entry for entry in index["manifests"] if entry not in removed_entries
-                ]
-        except BaseException:
-            # The first error is raised
-            with contextlib.suppress(AImageError):
-                for name, record in removed.items():
-                    self._names.restore(name, record)
-            raise
+
+        def undo() -> None:
+            for name, record in removed.items():
+                self._names.restore(name, record)
+
+        with edit_index(self.root, names, is_deferred=self.defers_index, undo=undo) as index:
+            removed_entries = [entry for entry in index["manifests"] if _is_entry_of(entry, names)]
+            for entry in removed_entries:
+                name = get_name(entry)
+                if (record := self._names.get(name)) is not None:
+                    removed[name] = record
+                    # Removed before the entry: a recorded name would be restored.
+                    self._names.remove(name)
+            index["manifests"] = [
+                entry for entry in index["manifests"] if entry not in removed_entries
+            ]
         self._record_unnamed(removed_entries)
         return {get_name(entry) for entry in removed_entries}
 

@@ -125,14 +125,22 @@ def write_shared(
     called with its status before it gets its name.
     """
     final = Path(path)
-    prepare = functools.partial(share, directory=final.parent, mode=0o664)
+
+    def finish(fd: int) -> None:
+        # What follows is short: another tool may replace the file meanwhile
+        if on_written is not None:
+            on_written(os.fstat(fd))
+
     with open_atomic(
-        final, mode=0o644, durable=durable, directory=directory, prepare=prepare
+        final,
+        mode=0o644,
+        durable=durable,
+        directory=directory,
+        prepare=functools.partial(share, directory=final.parent, mode=0o664),
+        finish=finish,
     ) as to:
         for part in parts:
             write_all(to.fileno(), part)
         if time_ns is not None:
             with contextlib.suppress(OSError):
                 os.utime(to.fileno(), ns=(time_ns, time_ns))
-        if on_written is not None:
-            on_written(os.fstat(to.fileno()))

@@ -43,7 +43,7 @@ MAX_SIZE = 2 * 1024 * 1024
 _MAX_CHANGE = 1024 * 1024
 _MAX_READ = 2 * (MAX_SIZE + _MAX_CHANGE)
 # Files that are kept for processes that have read an earlier index
-_KEPT = 8
+_KEPT = 32
 _WRITE = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
@@ -286,7 +286,7 @@ def begin_pending(
 def remove_superseded(root: Path, current: PendingNames | None) -> None:
     """Remove the files of earlier indexes, except the last ones before the current one."""
     kept, following = set[str](), current
-    while following is not None and len(kept) < _KEPT:
+    while following is not None and following.name not in kept and len(kept) < _KEPT:
         kept.add(following.name)
         name, _ = following.previous or ("", None)
         following = read_pending(root, name) if name else None

@@ -129,7 +129,7 @@ class RepositoryRecords:
         """Return the manifests that lost a tag over the API after ``earliest``."""
         digests = set()
         for path in self._list_records(_UNTAGGED):
-            with contextlib.suppress(FileNotFoundError, AImageError):
+            with contextlib.suppress(FileNotFoundError, AImageError, TypeError):
                 if sanitize_time(os.lstat(path).st_mtime, current) > earliest:
                     digests.add(_parse_record_name(path))
         return digests
@@ -138,7 +138,8 @@ class RepositoryRecords:
         """Remove the records of content that is not stored. Hold the collection lock."""
         check_own(self._root, _KIND)
         for path in self._list_records(_BLOBS, _UNTAGGED, _DROPPED):
-            with contextlib.suppress(OSError, AImageError):
+            # Of a file server's own files (.nfs...) the name is no digest
+            with contextlib.suppress(OSError, AImageError, TypeError):
                 if not is_stored(_parse_record_name(path)):
                     unlink(path)
 

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from clowder_aimage.errors import NoSpaceError, NotFoundError
+from clowder_aimage.errors import NoSpaceError, NotFoundError, StoreBusyError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout import index as index_module
 from clowder_aimage.layout import pending_names as module
@@ -23,6 +23,7 @@ from clowder_aimage.layout.index import edit_index, read_index
 from clowder_aimage.layout.index_merge import merge_left
 from clowder_aimage.layout.index_text import encode_index, exchange_lines
 from clowder_aimage.layout.layered_store import LayeredStore
+from clowder_aimage.layout.lock import PATIENCE, hold_lock
 from clowder_aimage.layout.pending_names import EntryDifference, NameChange
 from clowder_aimage.oci import Digest, Manifest, Reference, mediatype
 from tests.content.artifact import put_artifact
@@ -519,8 +520,9 @@ def read_pairs(store: ImageLayout) -> set[tuple[str, str]]:
 
 
 def test_a_reader_follows_the_lists_of_several_indexes(
-    store: ImageLayout, models: tuple[Manifest, Manifest]
+    store: ImageLayout, models: tuple[Manifest, Manifest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(module, "_KEPT", 8)
     one, two = models
     follower = Follower(store.root)
     assert follower.read() == read_pairs(store)
@@ -645,3 +647,120 @@ def test_texts_are_exchanged_as_values_are(rng: random.Random) -> None:
             left.remove(entry)
         assert sorted(value["manifests"], key=str) == sorted([*left, *added], key=str)
         assert text == encode_index(value)
+
+
+# -- other tools and processes between the steps
+
+
+def test_an_entry_whose_fields_another_tool_has_ordered_is_changed(
+    store: ImageLayout, models: tuple[Manifest, Manifest]
+) -> None:
+    _, two = models
+    path = store.root / "index.json"
+    value = json.loads(path.read_bytes())
+    for entry in value["manifests"]:
+        # As Go writes the fields of a descriptor
+        entry["artifactType"] = entry.pop("artifactType", "application/vnd.test")
+    beside = store.root / "index.foreign"
+    beside.write_text(json.dumps(value))
+    beside.replace(path)
+    store.tag(two.descriptor, parse("x:v1"))
+    store.tag(two.descriptor, parse("m1:v1"))
+    store.untag(parse("m2:v1"))
+    store.write_index()
+    names = read_names(store)
+    assert "m2:v1" not in names and names["m1:v1"] == two.digest
+    assert read_written(store) == {name: str(digest) for name, digest in names.items()}
+
+
+def test_an_old_index_that_appears_while_one_is_written_undoes_nothing(
+    store: ImageLayout, models: tuple[Manifest, Manifest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, two = models
+    path = store.root / "index.json"
+    stale = path.read_bytes()
+    store.tag(two.descriptor, parse("m1:v1"))
+    store.untag(parse("m2:v1"))
+    store.write_index()
+    store.tag(two.descriptor, parse("m3:v1"))
+
+    def interrupted(*given: Any) -> Any:
+        monkeypatch.undo()
+        beside = store.root / "index.foreign"
+        beside.write_bytes(stale)
+        beside.replace(path)
+        return exchange_lines(*given)
+
+    monkeypatch.setattr(index_module, "exchange_lines", interrupted)
+    store.write_index()
+    names = read_names(store)
+    assert names["m1:v1"] == names["m3:v1"] == two.digest
+    assert "m2:v1" not in names
+
+
+def test_a_tag_that_fails_restores_no_earlier_state(
+    store: ImageLayout, models: tuple[Manifest, Manifest]
+) -> None:
+    _, two = models
+    store.untag(parse("m2:v1"))
+    waiting = PATIENCE.set(0.1)
+    try:
+        with hold_lock(store.root, "lock"), pytest.raises(StoreBusyError):
+            ImageLayout(store.root).tag(two.descriptor, parse("m2:v1"))
+    finally:
+        PATIENCE.reset(waiting)
+    assert "m2:v1" not in read_names(store)
+
+
+@pytest.mark.parametrize("count", [2, 20])
+def test_names_that_were_removed_together_do_not_return_with_an_old_index(
+    store: ImageLayout, models: tuple[Manifest, Manifest], count: int
+) -> None:
+    one, _ = models
+    for number in range(20):
+        store.tag(one.descriptor, parse(f"n{number}:v1"))
+    store.write_index()
+    stale = (store.root / "index.json").read_bytes()
+    store.remove_names({f"n{number}:v1": one.digest for number in range(count)})
+    beside = store.root / "index.foreign"
+    beside.write_bytes(stale)
+    beside.replace(store.root / "index.json")
+    left = {name for name in read_names(store) if name.startswith("n")}
+    assert left == {f"n{number}:v1" for number in range(count, 20)}
+
+
+def test_a_name_that_skopeo_moves_is_moved(
+    store: ImageLayout, models: tuple[Manifest, Manifest]
+) -> None:
+    """It takes one of two annotations from our entry, and appends an entry of its own."""
+    _, two = models
+    path = store.root / "index.json"
+    value = json.loads(path.read_bytes())
+    (ours,) = (entry for entry in value["manifests"] if get_name(entry) == "m1:v1")
+    del ours["annotations"][mediatype.REF_NAME]
+    theirs = two.descriptor.to_json() | {"annotations": {mediatype.REF_NAME: "m1:v1"}}
+    value["manifests"].append(theirs)
+    beside = store.root / "index.foreign"
+    beside.write_text(json.dumps(value))
+    beside.replace(path)
+    assert store.resolve(parse("m1:v1")).digest == two.digest
+    assert dict(store.list_tags())["m1:v1"].digest == two.digest
+
+
+def test_an_index_without_exact_times_has_no_list(
+    store: ImageLayout, models: tuple[Manifest, Manifest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    utime = os.utime
+
+    def round_down(path: Any, *, ns: tuple[int, int] | None = None, **options: Any) -> None:
+        if ns is not None:
+            options["ns"] = tuple(time_ns // 10**9 * 10**9 for time_ns in ns)
+        utime(path, **options)
+
+    monkeypatch.setattr(os, "utime", round_down)
+    one, two = models
+    for number in range(4):
+        store.tag((one, two)[number % 2].descriptor, parse("m1:v1"))
+    store.write_index()
+    assert read_written(store)["m1:v1"] == str(two.digest)
+    assert ImageLayout(store.root).resolve(parse("m1:v1")).digest == two.digest
