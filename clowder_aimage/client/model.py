@@ -121,7 +121,7 @@ class Model(Session):
                 for event in events:
                     check_cancelled(is_cancelled)
                     if isinstance(event, Image):
-                        stated = facts | {"seed": event.seed}
+                        stated = facts | {"seed": event.seed, "batch": event.batch}
                         pictures.append(Picture(event.pixels, event.seed, stated, marking.mark))
                     elif isinstance(event, Step):
                         # With an image there are fewer steps.

@@ -7,12 +7,13 @@ The layout, a repository in a registry and the memory store of the tests pass on
 
 from __future__ import annotations
 
+import contextlib
 import io
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from clowder_aimage.content.copy_option import CopyOptions
 from clowder_aimage.errors import AccessError
@@ -57,7 +58,30 @@ class WrittenStream(Protocol):
 
 
 class StoredFile(io.FileIO):
-    """The file of a blob in a store. If its bytes are wrong, the store is damaged."""
+    """The file of a blob in a store. If its bytes are wrong, the store is damaged.
+
+    Errors of its reads name ``path``, which the system does not know of a descriptor.
+    """
+
+    def __init__(self, fd: int, path: str) -> None:
+        super().__init__(fd)
+        self._path = path
+
+    def read(self, size: int | None = -1) -> bytes:
+        with self._naming():
+            return super().read(-1 if size is None else size)
+
+    def readinto(self, buffer: Any) -> int:
+        with self._naming():
+            return super().readinto(buffer)
+
+    @contextlib.contextmanager
+    def _naming(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            error.filename = self._path
+            raise
 
 
 class Body(Protocol):

@@ -6,7 +6,7 @@ import io
 from abc import abstractmethod
 from typing import Any
 
-from clowder_aimage.content.buffer import CHUNK_SIZE, new_buffer
+from clowder_aimage.content.buffer import new_buffer
 from clowder_aimage.content.store import Reader, StoredFile
 from clowder_aimage.errors import VerificationError
 from clowder_aimage.oci import MAX_MANIFEST_SIZE, Descriptor
@@ -134,9 +134,12 @@ def read_all(source: Reader, expected: Descriptor, limit: int = MAX_MANIFEST_SIZ
             raise VerificationError(
                 f"{expected.digest} is too large: {expected.size} bytes, the limit is {limit}"
             )
-        raw = source.read(min(CHUNK_SIZE, expected.size + 1))
-        while part := source.read(min(CHUNK_SIZE, expected.size + 1 - len(raw))):
-            raw += part
+        # A byte more than expected would be too long
+        buffer, count = memoryview(bytearray(expected.size + 1)), 0
+        # Files of a store explain errors of the system in this method
+        while added := source.readinto(buffer[count:]):
+            count += added
+    raw = bytes(buffer[:count])
     if len(raw) > expected.size:
         raise _build_length_error(expected)
     hasher = expected.digest.create_hasher()

@@ -207,7 +207,8 @@ class ImageLayout(ContentStore):
         with translate_store_errors(self.root):
             try:
                 self._settle(content)
-                file = StoredFile(open_regular(self.locate(content)))
+                path = self.locate(content)
+                file = StoredFile(open_regular(path), str(path))
             except (FileNotFoundError, NotADirectoryError):
                 raise self._build_not_found_error(content) from None
             if offset:

@@ -45,7 +45,8 @@ def test_a_picture_is_made_again_as_it_was_made(
 ) -> None:
     """Without a compiler, one that was compiled is made eagerly, and the difference is named."""
     import torch
-    from clowder_aimage.model.torch.tuning import check_compiler
+
+    from clowder_aimage.model.torch.compiler import check_compiler
 
     here = aimage()
     here("create", "tiny", TINY)

@@ -89,7 +89,8 @@ def test_floats_and_stored_codes_make_the_same_picture(store: ImageLayout) -> No
     aimage = read_aimage(store, Reference.parse("shapes:fp8")).aimage
     stored = {layer.name for layer in aimage.layers if layer.dtype == "mxfp8"}
     for pipeline in (plain, coded):
-        assert {f"transformer/{name}" for name in list_matrices(pipeline)} == stored
+        own = {f"transformer/{name}" for name in list_matrices(pipeline)}
+        assert own == {name.replace(".to_out.0.", ".to_out.") for name in stored}
     assert len(stored) == 21
 
 

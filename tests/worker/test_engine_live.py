@@ -139,7 +139,7 @@ def test_a_model_process_exits_silently_after_its_worker(worker: LocalWorker) ->
     )
     manifest = ImageLayout(worker.store).resolve(Reference.parse("tiny")).to_json()
     place = {"roots": [str(worker.store)], "reference": "tiny", "manifest": manifest}
-    limits = {"dtype": None, "text_encoder": "auto", "memory": None, "reserved": 0}
+    limits = {"dtype": None, "text_encoder": "auto", "memory": None, "reserved": 0, "mark": True}
     source, target, errors = process.stdout, process.stdin, process.stderr
     assert source is not None and target is not None and errors is not None
     target.write(frame.encode({"do": "load", **place, **limits}))
