@@ -1,0 +1,63 @@
+"""Files of a policy that cannot be used refuse everything, and say why."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from clowder_aimage.config import trust_policy
+from clowder_aimage.config.trust_policy import UserFiles, read_policy
+from clowder_aimage.errors import UsageError
+
+
+def read(own: Path | None, *, is_explicit: bool = False) -> object:
+    return read_policy(UserFiles(lambda: own, lambda: is_explicit))
+
+
+@pytest.fixture
+def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "system.yaml"
+    monkeypatch.setattr(trust_policy, "SYSTEM_FILES", [path])
+    return path
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (None, "directory"),
+        (b"#" * (1 << 20) + b"\n", "more than 1048576 bytes"),
+        (b"", "it is empty"),
+        (b"- rules", "not an object"),
+        (b"\xff", "decode"),
+        (b"rules: [", "line"),
+    ],
+)
+def test_a_policy_of_the_machine(system: Path, data: bytes | None, reason: str) -> None:
+    if data is None:
+        system.mkdir()
+    else:
+        system.write_bytes(data)
+    with pytest.raises(UsageError, match="cannot use the policy") as refused:
+        read(None)
+    assert reason in refused.value.message
+
+
+@pytest.mark.usefixtures("system")
+@pytest.mark.parametrize("suffix", ["json", "yaml"])
+def test_a_policy_of_a_user_that_is_no_object(tmp_path: Path, suffix: str) -> None:
+    own = tmp_path / f"config.{suffix}"
+    own.write_text('{"trust": "all"}')
+    with pytest.raises(UsageError, match="trust is not an object"):
+        read(own)
+    own.write_text("{}")
+    assert read(own) is None
+    assert read(None) is None
+
+
+@pytest.mark.usefixtures("system")
+def test_a_named_configuration_that_is_no_file(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="cannot use the policy"):
+        read(tmp_path, is_explicit=True)
+    # One at the default path that cannot be read has no policy
+    assert read(tmp_path) is None
