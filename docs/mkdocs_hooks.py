@@ -366,6 +366,10 @@ def _configuration() -> str:
 def _kind(schema: Mapping[str, Any]) -> str:
     if "$ref" in schema:
         name = schema["$ref"].rpartition("/")[2]
+        if "://" in schema["$ref"]:
+            # A schema of its own has a page of its own
+            page = name.partition(".")[0]
+            return f"[{page}](../{page}.md)"
         return f"[{name}](#{name.lower()})"
     if "enum" in schema:
         return " or ".join(f"`{json.dumps(value)}`" for value in schema["enum"])
