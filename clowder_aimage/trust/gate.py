@@ -268,14 +268,18 @@ class PolicyGate:
 def is_signature(document: Manifest | Index) -> bool:
     """Return True for an artifact with nothing but signatures: it is read to decide about others.
 
-    It has no layer that a model could have.
+    No dialect reads it as an AImage (``dialect.detect``).
     """
     if not isinstance(document, Manifest) or len(document.layers) > MAX_REFERRERS:
         return False
-    kinds = {layer.media_type for layer in document.layers}
-    is_small = all(child.size <= MAX_BUNDLE for child in document.children)
-    is_bundle = kinds == {MEDIA_TYPE} and document.config.media_type == mediatype.OCI_EMPTY
-    return is_small and (is_bundle or kinds == {simple_signing.MEDIA_TYPE})
+    if document.artifact_type not in ("", MEDIA_TYPE):
+        return False
+    if any(child.size > MAX_BUNDLE for child in document.children):
+        return False
+    kinds, config = {layer.media_type for layer in document.layers}, document.config.media_type
+    if kinds == {simple_signing.MEDIA_TYPE} and config == mediatype.OCI_CONFIG:
+        return all(simple_signing.SIGNATURE in layer.annotations for layer in document.layers)
+    return kinds == {MEDIA_TYPE} and config == mediatype.OCI_EMPTY
 
 
 def _keep_signature(

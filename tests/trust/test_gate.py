@@ -1,0 +1,106 @@
+"""The gate of a process over small stores, without a registry."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clowder_aimage.config.trust_policy import UserFiles, _CurrentGate
+from clowder_aimage.content import build_bytes_body
+from clowder_aimage.content.gate import GATES, unchecked
+from clowder_aimage.dialect.modelpack import CONFIG, MANIFEST
+from clowder_aimage.errors import FormatError, SignatureError
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.layout.stored_aimage import read_aimage
+from clowder_aimage.oci import Descriptor, Reference, mediatype
+from clowder_aimage.oci.manifest import encode
+from clowder_aimage.registry import ClientOptions
+from clowder_aimage.sign import sign, sign_with
+from clowder_aimage.trust.acceptance import Format
+from tests.trust.key_files import create_signer, write_key
+from tests.trust.place import write_policy
+
+HOST = "registry.example.com"
+NAME = f"{HOST}/team/x:v1"
+
+
+class Machine:
+    """A store, and the policy of its machine, which is used in this process."""
+
+    def __init__(self, home: Path, policy: Path) -> None:
+        self.home, self.policy = home, policy
+        self.store = ImageLayout(home / "store")
+        self.public = write_key(policy.parent, "signer")[1]
+
+    def enforce(self, pattern: str = f"{HOST}/team/*", **rule: Any) -> None:
+        write_policy(self.policy, pattern, self.public, **{"offline": True} | rule)
+
+    def push(self, media_type: str, data: bytes) -> Descriptor:
+        content = Descriptor.of(media_type, data)
+        self.store.push(content, build_bytes_body(data))
+        return content
+
+    def create(self, name: str = NAME, data: bytes = b"weights") -> Descriptor:
+        """Store an AImage with one file under a name."""
+        layer = self.push(mediatype.AIMAGE_FILE, data).to_json()
+        layer["annotations"] = {mediatype.NAME: "a"}
+        config = self.push(mediatype.AIMAGE_CONFIG, b"{}")
+        return self.write(name, mediatype.AIMAGE_MANIFEST, config, layer)
+
+    def write(self, name: str, kind: str, config: Descriptor, *layers: Any) -> Descriptor:
+        document: dict[str, Any] = {"schemaVersion": 2, "mediaType": mediatype.OCI_MANIFEST}
+        document |= {"config": config.to_json(), "layers": list(layers)}
+        if kind:
+            document["artifactType"] = kind
+        manifest = self.push(mediatype.OCI_MANIFEST, encode(document))
+        with unchecked():
+            self.store.tag(manifest, Reference.parse(name))
+        return manifest
+
+    def sign(self, name: str = NAME, signer: str = "signer") -> None:
+        with unchecked():
+            statement = sign_with(create_signer(signer), Format.BUNDLE)
+            sign(self.store, Reference.parse(name), None, statement)
+
+    def read(self, name: str = NAME) -> Any:
+        return read_aimage(self.store, Reference.parse(name))
+
+
+@pytest.fixture
+def machine(tmp_path: Path, without_machine_policy: Path) -> Iterator[Machine]:
+    files = UserFiles(lambda: None, lambda: False)
+    gate = _CurrentGate(files, lambda: ClientOptions(docker_config=tmp_path))
+    before = GATES[:]
+    GATES[:] = [gate.find_gate]
+    yield Machine(tmp_path, without_machine_policy)
+    GATES[:] = before
+
+
+@pytest.mark.parametrize("layer_type", [mediatype.SIGSTORE_BUNDLE, mediatype.SIMPLE_SIGNING])
+@pytest.mark.parametrize("kind", [MANIFEST, mediatype.SIGSTORE_BUNDLE, ""])
+@pytest.mark.parametrize(
+    "config_type", [mediatype.OCI_EMPTY, mediatype.OCI_CONFIG, mediatype.DOCKER_CONFIG, CONFIG]
+)
+def test_a_model_dressed_as_a_signature_is_not_read(
+    machine: Machine, layer_type: str, kind: str, config_type: str
+) -> None:
+    layer = machine.push(layer_type, b"weights").to_json()
+    layer["annotations"] = {
+        mediatype.NAME: "transformer/w",
+        mediatype.DTYPE: "BF16",
+        mediatype.MEDIATYPE: mediatype.AIMAGE_SAFETENSORS,
+        "dev.cosignproject.cosign/signature": "AAAA",
+    }
+    machine.write(NAME, kind, machine.push(config_type, b"{}"), layer)
+    # Without a policy, too
+    with pytest.raises(FormatError, match="is not an AImage"):
+        machine.read()
+    machine.enforce()
+    with pytest.raises((SignatureError, FormatError)):
+        machine.read()
+    if kind == MANIFEST or config_type in (mediatype.DOCKER_CONFIG, CONFIG):
+        with pytest.raises(SignatureError):
+            machine.read()
