@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,11 +17,12 @@ from clowder_aimage.dialect.modelpack import CONFIG, MANIFEST
 from clowder_aimage.errors import FormatError, SignatureError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import read_aimage
-from clowder_aimage.oci import Descriptor, Reference, mediatype
+from clowder_aimage.oci import Descriptor, Digest, Reference, mediatype
 from clowder_aimage.oci.manifest import encode
 from clowder_aimage.registry import ClientOptions
 from clowder_aimage.sign import sign, sign_with
 from clowder_aimage.trust.acceptance import Format
+from tests.node.nodes import TOKEN, Node
 from tests.trust.key_files import create_signer, write_key
 from tests.trust.place import write_policy
 
@@ -104,3 +107,31 @@ def test_a_model_dressed_as_a_signature_is_not_read(
     if kind == MANIFEST or config_type in (mediatype.DOCKER_CONFIG, CONFIG):
         with pytest.raises(SignatureError):
             machine.read()
+
+
+@pytest.fixture
+def node(machine: Machine) -> Iterator[Node]:
+    found = Node(machine.store.root).start()
+    yield found
+    found.stop()
+
+
+def fetch_range(node: Node, repository: str, method: str = "GET") -> tuple[int, bytes]:
+    """Return the answer to a node's request for the bytes of ``create``."""
+    path = f"/v2/{repository}/blobs/{Digest.of(b'weights')}?ns={HOST}&size=7"
+    headers = {"Range": "bytes=0-6", "Authorization": f"Bearer {TOKEN}", "Aimage-Node": "9" * 32}
+    connection = http.client.HTTPConnection(node.address, timeout=60)
+    with contextlib.closing(connection):
+        connection.request(method, path, headers=headers)
+        response = connection.getresponse()
+        return response.status, response.read()
+
+
+def test_a_node_gives_ranges_of_accepted_models_only(machine: Machine, node: Node) -> None:
+    machine.create()
+    machine.enforce("*")
+    for repository in ("team/x", "no/such"):
+        assert fetch_range(node, repository)[0] == 403
+        assert fetch_range(node, repository, "HEAD")[0] == 403
+    machine.sign()
+    assert fetch_range(node, "team/x") == (206, b"weights")
