@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import http.client
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +16,8 @@ from clowder_aimage.config.trust_policy import UserFiles, _CurrentGate
 from clowder_aimage.content import build_bytes_body
 from clowder_aimage.content.gate import GATES, unchecked
 from clowder_aimage.dialect.modelpack import CONFIG, MANIFEST
+from clowder_aimage.engine import admission
+from clowder_aimage.engine.engine import Engine
 from clowder_aimage.errors import FormatError, SignatureError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import read_aimage
@@ -135,3 +139,17 @@ def test_a_node_gives_ranges_of_accepted_models_only(machine: Machine, node: Nod
         assert fetch_range(node, repository, "HEAD")[0] == 403
     machine.sign()
     assert fetch_range(node, "team/x") == (206, b"weights")
+
+
+def test_a_model_in_memory_is_decided_about_again(machine: Machine) -> None:
+    machine.create()
+    engine: Any = Engine.__new__(Engine)
+    engine.store = machine.store
+    engine._scheduler = SimpleNamespace(find_loaded=lambda _: "loaded")
+    request: Any = SimpleNamespace(
+        reference=Reference.parse(NAME), pull=admission.NEVER, stored=None
+    )
+    assert asyncio.run(engine._find(request)) == "loaded"
+    machine.enforce()
+    with pytest.raises(SignatureError):
+        asyncio.run(engine._find(request))
