@@ -23,7 +23,7 @@ SYSTEM_FILES = [Path("/etc/aimage/trust.yaml")]
 _KEY = "trust"
 # Bytes of a document
 _MAX_SIZE = 1 << 20
-_Stamp = tuple[tuple[str, int, int, int] | None, ...]
+_Stamp = tuple[tuple[str, int, int, int, int] | None, ...]
 
 
 class UserFiles(NamedTuple):
@@ -127,33 +127,48 @@ class _CurrentGate:
         self._files, self._connect = files, connect
         self._lock = threading.Lock()
         self._stamp: _Stamp | None = None
+        # The files that the policy names, such as those of keys
+        self._named: tuple[Path, ...] = ()
         self._gate: Gate | None = None
 
     def find_gate(self) -> Gate | None:
         """Return the gate, None without a policy. Raises UsageError."""
-        paths = (*SYSTEM_FILES, self._files.find_config_file())
-        stamp = tuple(map(_read_stamp, paths))
         with self._lock:
+            stamp = self._build_stamp()
             if stamp != self._stamp:
                 # An error is raised again by the next call
                 self._stamp, self._gate = None, None
-                self._gate = self._build_gate()
+                policy = read_policy(self._files)
+                while policy is not None and policy.files != self._named:
+                    # Each file is read after its stamp, so that no change is missed.
+                    self._named = policy.files
+                    stamp = self._build_stamp()
+                    policy = read_policy(self._files)
+                self._gate = None if policy is None else self._build_gate(policy)
                 self._stamp = stamp
             return self._gate
 
-    def _build_gate(self) -> Gate | None:
-        policy = read_policy(self._files)
-        if policy is None:
-            return None
+    def _build_stamp(self) -> _Stamp:
+        paths = (*SYSTEM_FILES, self._files.find_config_file(), *self._named)
+        return tuple(map(_read_stamp, paths))
+
+    def _build_gate(self, policy: Policy) -> Gate:
         from clowder_aimage.trust.gate import PolicyGate
 
         return PolicyGate(policy, self._connect)
 
 
-def _read_stamp(path: Path | None) -> tuple[str, int, int, int] | None:
+def _read_stamp(path: Path | None) -> tuple[str, int, int, int, int] | None:
     try:
         status = None if path is None else path.stat()
     except OSError:
         # Reading it tells what is wrong
         status = None
-    return status and (str(path), status.st_mtime_ns, status.st_size, status.st_ino)
+    # The time of the last change cannot be set, unlike that of the last modification.
+    return status and (
+        str(path),
+        status.st_mtime_ns,
+        status.st_ctime_ns,
+        status.st_size,
+        status.st_ino,
+    )

@@ -35,7 +35,8 @@ class Mode(StrEnum):
 class Rule:
     """A rule for the repositories whose names match a pattern.
 
-    ``source`` is its file with its position, ``id`` a hash of what it demands, keys included.
+    ``source`` is its file with its position, ``id`` a hash of what it demands, keys included, which
+    are in ``files``.
     """
 
     pattern: str
@@ -43,6 +44,7 @@ class Rule:
     signers: Signers
     source: str
     id: str
+    files: tuple[Path, ...]
 
     def matches(self, name: str) -> bool:
         """Return True if the rule is for a repository, by its name with the host."""
@@ -51,10 +53,15 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """Rules in order, and the ``version``: a hash of all of them."""
+    """Rules in order, and the ``version``: a hash of all of them.
+
+    They are in ``documents``, which name the ``files`` of keys and certificates.
+    """
 
     rules: tuple[Rule, ...]
     version: str
+    documents: tuple[Path, ...] = ()
+    files: tuple[Path, ...] = ()
 
     def find(self, name: str) -> Rule | None:
         """Return the rule that decides about a repository, None if there is none."""
@@ -106,7 +113,9 @@ def build_policy(documents: Sequence[tuple[Path, dict[str, Any]]]) -> Policy:
         _check_reached(own)
         rules += own
     version = hashlib.sha256("".join(rule.pattern + rule.id for rule in rules).encode())
-    return Policy(tuple(rules), version.hexdigest())
+    files = dict.fromkeys(file for rule in rules for file in rule.files)
+    paths = tuple(path for path, _ in documents)
+    return Policy(tuple(rules), version.hexdigest(), paths, tuple(files))
 
 
 def _check_reached(rules: Sequence[Rule]) -> None:
@@ -153,7 +162,9 @@ def _build_rule(path: Path, number: int, default: Mode, entry: dict[str, Any]) -
     material += [] if root is None else [read(root)[0]]
     text = json.dumps([entry, mode], sort_keys=True).encode()
     digest = hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in (text, *material)))
-    return Rule(_normalize(entry["pattern"]), mode, signers, source, digest.hexdigest())
+    named = (*entry.get("keys", ()), *(name for name in (authority, root) if name is not None))
+    files = tuple(path.parent / name for name in named)
+    return Rule(_normalize(entry["pattern"]), mode, signers, source, digest.hexdigest(), files)
 
 
 def _normalize(pattern: str) -> str:

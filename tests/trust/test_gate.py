@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import http.client
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ import pytest
 
 from clowder_aimage.config.trust_policy import UserFiles, _CurrentGate
 from clowder_aimage.content import build_bytes_body
-from clowder_aimage.content.gate import GATES, unchecked
+from clowder_aimage.content.gate import GATES, find_gate, unchecked
 from clowder_aimage.dialect.modelpack import CONFIG, MANIFEST
 from clowder_aimage.engine import admission
 from clowder_aimage.engine.engine import Engine
@@ -27,7 +28,7 @@ from clowder_aimage.registry import ClientOptions
 from clowder_aimage.sign import sign, sign_with
 from clowder_aimage.trust.acceptance import Format
 from tests.node.nodes import TOKEN, Node
-from tests.trust.key_files import create_signer, write_key
+from tests.trust.key_files import create_authority, create_signer, get_public, write_key
 from tests.trust.place import write_policy
 
 HOST = "registry.example.com"
@@ -153,3 +154,30 @@ def test_a_model_in_memory_is_decided_about_again(machine: Machine) -> None:
     machine.enforce()
     with pytest.raises(SignatureError):
         asyncio.run(engine._find(request))
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Put another file at a path, with the times of the one before."""
+    before, new = path.stat(), path.with_suffix(".new")
+    new.write_bytes(data)
+    os.utime(new, ns=(before.st_atime_ns, before.st_mtime_ns))
+    new.replace(path)
+
+
+@pytest.mark.parametrize("file", ["signer.pub", "ca.pem"])
+def test_a_replaced_file_of_a_policy_counts_at_once(machine: Machine, file: str) -> None:
+    machine.create()
+    machine.sign()
+    (machine.policy.parent / "ca.pem").write_bytes(create_authority().pem)
+    machine.enforce(authority="ca.pem", identities=[{"subject": "*"}])
+    machine.read()
+    before = find_gate()
+    if file == "ca.pem":
+        replace_file(machine.policy.parent / file, create_authority("other").pem)
+        assert find_gate() is not before
+        return
+    replace_file(machine.public, get_public("other").pem)
+    with pytest.raises(SignatureError):
+        machine.read()
+    machine.sign(signer="other")
+    machine.read()
