@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import http.client
 import os
 from collections.abc import Iterator
@@ -13,13 +14,14 @@ from typing import Any
 
 import pytest
 
+from clowder_aimage.config import trust_policy
 from clowder_aimage.config.trust_policy import UserFiles, _CurrentGate
 from clowder_aimage.content import build_bytes_body
 from clowder_aimage.content.gate import GATES, find_gate, unchecked
 from clowder_aimage.dialect.modelpack import CONFIG, MANIFEST
 from clowder_aimage.engine import admission
 from clowder_aimage.engine.engine import Engine
-from clowder_aimage.errors import FormatError, SignatureError
+from clowder_aimage.errors import FormatError, SignatureError, UsageError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import read_aimage
 from clowder_aimage.oci import Descriptor, Digest, Reference, mediatype
@@ -78,13 +80,11 @@ class Machine:
 
 
 @pytest.fixture
-def machine(tmp_path: Path, without_machine_policy: Path) -> Iterator[Machine]:
+def machine(tmp_path: Path, without_machine_policy: Path) -> Machine:
     files = UserFiles(lambda: None, lambda: False)
     gate = _CurrentGate(files, lambda: ClientOptions(docker_config=tmp_path))
-    before = GATES[:]
     GATES[:] = [gate.find_gate]
-    yield Machine(tmp_path, without_machine_policy)
-    GATES[:] = before
+    return Machine(tmp_path, without_machine_policy)
 
 
 @pytest.mark.parametrize("layer_type", [mediatype.SIGSTORE_BUNDLE, mediatype.SIMPLE_SIGNING])
@@ -181,3 +181,63 @@ def test_a_replaced_file_of_a_policy_counts_at_once(machine: Machine, file: str)
         machine.read()
     machine.sign(signer="other")
     machine.read()
+
+
+@pytest.mark.parametrize("kind", ["absent", "broken link", "broken directory", "not readable"])
+def test_a_policy_that_disappears_opens_nothing(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    machine.create()
+    machine.enforce()
+    text = machine.policy.read_text()
+    with pytest.raises(SignatureError):
+        machine.read()
+    take_away(machine.policy, kind, monkeypatch)
+    # The second read, too
+    for _ in range(2):
+        with pytest.raises(UsageError, match=r"disappeared|cannot use the policy"):
+            machine.read()
+    monkeypatch.undo()
+    if machine.policy.parent.is_symlink():
+        machine.policy.parent.unlink()
+        machine.policy.parent.mkdir()
+    machine.policy.unlink(missing_ok=True)
+    machine.policy.write_text(text)
+    write_key(machine.policy.parent, "signer")
+    monkeypatch.setattr(trust_policy, "SYSTEM_FILES", [machine.policy])
+    with pytest.raises(SignatureError):
+        machine.read()
+
+
+def take_away(path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if kind == "not readable":
+        for name in ("open", "stat"):
+            call = getattr(Path, name)
+
+            def refuse(self: Path, *args: Any, call: Any = call, **options: Any) -> Any:
+                if self == path:
+                    raise PermissionError(errno.EACCES, "Permission denied", str(self))
+                return call(self, *args, **options)
+
+            monkeypatch.setattr(Path, name, refuse)
+    elif kind == "broken directory":
+        path.parent.rename(path.parent.with_name("moved"))
+        path.parent.symlink_to("missing")
+    else:
+        path.unlink()
+        if kind == "broken link":
+            path.symlink_to(path.parent / "..data" / path.name)
+
+
+@pytest.mark.parametrize("kind", ["broken link", "broken directory", "not readable"])
+def test_a_policy_that_cannot_be_read_opens_nothing(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Nor does one that appears in a process which had none."""
+    machine.create()
+    machine.read()
+    if kind != "not readable":
+        machine.policy.write_text("")
+    take_away(machine.policy, kind, monkeypatch)
+    with pytest.raises(UsageError, match="cannot use the policy"):
+        find_gate()
