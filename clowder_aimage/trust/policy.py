@@ -11,13 +11,14 @@ import functools
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from clowder_aimage.errors import UsageError
 from clowder_aimage.oci import Reference
+from clowder_aimage.oci.reference import DOCKER_HUB
 from clowder_aimage.trust.acceptance import Format, Signers
 from clowder_aimage.trust.certificate import Identity, parse_certificates
 from clowder_aimage.trust.key import MAX_FILE, PublicKey
@@ -75,10 +76,18 @@ class Policy:
 
 def build_rule_name(reference: Reference) -> str:
     """Return the name of a repository, as rules are compared with it."""
-    name = reference.canonical.name
-    host, slash, path = name.partition("/")
-    # Hosts are compared without case
-    return f"{host.lower()}{slash}{path}" if reference.registry else name
+    if reference.registry is None:
+        return reference.name
+    return replace(reference, registry=_normalize_host(reference.registry)).canonical.name
+
+
+def _normalize_host(host: str) -> str:
+    """Return the spelling of a registry's host in names: one for those that reach the same one."""
+    host = host.lower()
+    # Registries of this machine are usually asked over HTTP.
+    port = ":80" if Reference(host, "x").is_loopback else ":443"
+    host = host.removesuffix(port)
+    return "docker.io" if host in DOCKER_HUB else host
 
 
 def is_covered(text: str, pattern: str) -> bool:
@@ -169,7 +178,7 @@ def _build_rule(path: Path, number: int, default: Mode, entry: dict[str, Any]) -
 
 def _normalize(pattern: str) -> str:
     host, slash, path = pattern.partition("/")
-    return f"{host.lower()}{slash}{path}"
+    return f"{_normalize_host(host)}{slash}{path}"
 
 
 def _read_file(directory: Path, name: str) -> tuple[bytes, str]:

@@ -39,6 +39,31 @@ def test_the_name_of_a_rule_is_the_canonical_one() -> None:
     assert build_rule_name(Reference.parse("shapes")) == "shapes"
 
 
+@pytest.mark.parametrize(
+    ("spelling", "host"),
+    [
+        ("index.docker.io", "docker.io"),
+        ("Registry-1.Docker.io:443", "docker.io"),
+        (f"{HOST}:443", HOST),
+        (HOST.upper(), HOST),
+        ("localhost:80", "localhost"),
+        ("127.0.0.1:80", "127.0.0.1"),
+        # Other registries
+        (f"{HOST}:80", f"{HOST}:80"),
+        (f"{HOST}:8443", f"{HOST}:8443"),
+        ("localhost:443", "localhost:443"),
+    ],
+)
+def test_the_spelling_of_a_host_makes_no_other_rule(
+    tmp_path: Path, spelling: str, host: str
+) -> None:
+    name = build_rule_name(Reference.parse(f"{spelling}/team/x:v1"))
+    assert name == f"{host}/team/x"
+    assert build(tmp_path, {"pattern": f"{spelling}/team/*", **KEYS}).find(name)
+    short = build_rule_name(Reference.parse(f"{spelling}/x"))
+    assert short == (f"{host}/library/x" if host == "docker.io" else f"{host}/x")
+
+
 def build(tmp_path: Path, *rules: dict[str, Any], **document: Any) -> Any:
     write_key(tmp_path, "signer")
     (tmp_path / "root.pem").write_bytes(create_authority().pem)
