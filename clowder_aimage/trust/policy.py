@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -22,6 +23,11 @@ from clowder_aimage.oci.reference import DOCKER_HUB
 from clowder_aimage.trust.acceptance import Format, Signers
 from clowder_aimage.trust.certificate import Identity, parse_certificates
 from clowder_aimage.trust.key import MAX_FILE, PublicKey
+
+# The host of a registry alone, rather than a local name with a dot such as sd-v1.5
+_BARE_HOST = re.compile(r"(?:localhost|(?:[a-z0-9-]+\.)+[a-z]{2,})(?::[0-9]+)?")
+# What * may stand for: a part of a name, of a path, of a host, of a port
+_EXAMPLES = ("x", "x/x", "x.example", "1")
 
 
 class Mode(StrEnum):
@@ -173,12 +179,39 @@ def _build_rule(path: Path, number: int, default: Mode, entry: dict[str, Any]) -
     digest = hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in (text, *material)))
     named = (*entry.get("keys", ()), *(name for name in (authority, root) if name is not None))
     files = tuple(path.parent / name for name in named)
-    return Rule(_normalize(entry["pattern"]), mode, signers, source, digest.hexdigest(), files)
+    pattern = _build_pattern(source, entry["pattern"])
+    return Rule(pattern, mode, signers, source, digest.hexdigest(), files)
 
 
-def _normalize(pattern: str) -> str:
-    host, slash, path = pattern.partition("/")
-    return f"{_normalize_host(host)}{slash}{path}"
+def _build_pattern(source: str, text: str) -> str:
+    """Return a pattern as names are spelt. Raises UsageError: no name can match it."""
+    if (pattern := _normalize(text)) is not None:
+        return pattern
+    better = text.partition("://")[2] or text
+    host, _, path = better.partition("/")
+    path = re.sub(r"[:@].*", "", path).lower()
+    better = f"{host}/{path if path and not path.endswith('/') else path + '*'}"
+    hint = f"write {_normalize(better)}" if _normalize(better) else None
+    raise UsageError(f"{source} is for {text!r}, which no repository can be named", hint=hint)
+
+
+def _normalize(text: str) -> str | None:
+    host, slash, path = text.partition("/")
+    pattern = f"{_normalize_host(host)}{slash}{path}"
+    if _BARE_HOST.fullmatch(pattern):
+        return None
+    if "*" not in pattern and path:
+        # docker.io/alpine
+        pattern = Reference(_normalize_host(host), path).canonical.name
+    for example in _EXAMPLES:
+        try:
+            name = build_rule_name(Reference.parse(pattern.replace("*", example)))
+        except UsageError:
+            continue
+        # It may have a tag.
+        if is_covered(name, pattern):
+            return pattern
+    return None
 
 
 def _read_file(directory: Path, name: str) -> tuple[bytes, str]:
