@@ -197,7 +197,7 @@ class PolicyGate:
                 return _describe(
                     find_signature(_UncheckedPlace(store), subject, rule.signers, _now())
                 )
-            except SignatureError as error:
+            except (SignatureError, AccessError, FormatError) as error:
                 failure = failure or error
         if not rule.signers.offline:
             names = {*record.get("names", ()), *(x.name for x in _list_names(store, digest))}

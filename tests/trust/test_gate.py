@@ -24,7 +24,7 @@ from clowder_aimage.engine.engine import Engine
 from clowder_aimage.errors import FormatError, SignatureError, UsageError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import read_aimage
-from clowder_aimage.oci import Descriptor, Digest, Reference, mediatype
+from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference, mediatype
 from clowder_aimage.oci.manifest import encode
 from clowder_aimage.registry import ClientOptions
 from clowder_aimage.sign import sign, sign_with
@@ -241,3 +241,37 @@ def test_a_policy_that_cannot_be_read_opens_nothing(
     take_away(machine.policy, kind, monkeypatch)
     with pytest.raises(UsageError, match="cannot use the policy"):
         find_gate()
+
+
+def test_a_damaged_signature_of_another_model_does_not_count(machine: Machine) -> None:
+    machine.create()
+    machine.sign()
+    other = f"{HOST}/other/y:v1"
+    machine.create(other, b"others")
+    machine.sign(other)
+    (signature,) = (
+        entry
+        for name, entry in machine.store.iter_entries()
+        if entry.extra.get("artifactType") == mediatype.SIGSTORE_BUNDLE
+        and name.startswith(f"{HOST}/other")
+    )
+    path = Path(machine.store.locate(signature))
+    path.chmod(0o644)
+    path.write_bytes(b"x" * signature.size)
+    machine.enforce("*")
+    machine.read()
+    with pytest.raises(SignatureError):
+        machine.read(other)
+
+
+def test_a_damaged_signature_of_the_model_is_refused(machine: Machine) -> None:
+    machine.create()
+    machine.sign()
+    for _, entry in machine.store.iter_entries():
+        if entry.extra.get("artifactType") == mediatype.SIGSTORE_BUNDLE:
+            with machine.store.open_unchecked(entry) as file:
+                manifest = Manifest.parse(file.read())
+            Path(machine.store.locate(manifest.layers[0])).unlink()
+    machine.enforce("*")
+    with pytest.raises(SignatureError):
+        machine.read()
