@@ -95,6 +95,11 @@ class PolicyGate:
             hint="a blob has no signature: pull the AImage by its name",
         )
 
+    def demands(self, reference: Reference) -> bool:
+        """Return True if a rule refuses manifests of a repository without a signature."""
+        rule = self._policy.find(build_rule_name(reference))
+        return rule is not None and rule.mode is Mode.ENFORCE
+
     def has_admitted(self, digest: Digest) -> bool:
         """Return False for content of no admitted manifest, if a rule refuses manifests."""
         return not self._policy.is_enforced or digest in self._admitted

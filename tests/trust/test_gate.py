@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 import errno
 import http.client
+import io
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,15 +23,23 @@ from clowder_aimage.content.gate import GATES, find_gate, unchecked
 from clowder_aimage.dialect.modelpack import CONFIG, MANIFEST
 from clowder_aimage.engine import admission
 from clowder_aimage.engine.engine import Engine
-from clowder_aimage.errors import FormatError, SignatureError, UsageError
+from clowder_aimage.errors import (
+    FormatError,
+    ManifestRefusedError,
+    SignatureError,
+    UnauthorizedError,
+    UsageError,
+)
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import read_aimage
 from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference, mediatype
 from clowder_aimage.oci.manifest import encode
-from clowder_aimage.registry import ClientOptions
+from clowder_aimage.push import push, transfer
+from clowder_aimage.registry import ClientOptions, Repository
 from clowder_aimage.sign import sign, sign_with
 from clowder_aimage.trust.acceptance import Format
 from tests.node.nodes import TOKEN, Node
+from tests.registry_app import RegistryThread
 from tests.trust.key_files import create_authority, create_signer, get_public, write_key
 from tests.trust.place import write_policy
 
@@ -275,3 +285,77 @@ def test_a_damaged_signature_of_the_model_is_refused(machine: Machine) -> None:
     machine.enforce("*")
     with pytest.raises(SignatureError):
         machine.read()
+
+
+def refuse_signatures(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    """Let all registries refuse to store artifacts, or to give them out."""
+
+    def refuse_put(self: Any, content: Any, raw: bytes, reference: Any) -> Any:
+        if b"sigstore" in raw:
+            raise ManifestRefusedError("the registry refuses artifacts")
+        return put(self, content, raw, reference)
+
+    def refuse_open(self: Any, content: Descriptor, *args: Any) -> Any:
+        reader = opened(self, content, *args)
+        if content.media_type != mediatype.OCI_MANIFEST:
+            return reader
+        with contextlib.closing(reader):
+            raw = reader.read()
+        if b"sigstore" in raw:
+            raise UnauthorizedError("the registry refuses artifacts")
+        return io.BytesIO(raw)
+
+    put, opened = Repository._put_manifest, Repository.open
+    if call == "put":
+        monkeypatch.setattr(Repository, "_put_manifest", refuse_put)
+    else:
+        monkeypatch.setattr(Repository, "open", refuse_open)
+
+
+@pytest.mark.parametrize("call", ["put", "open"])
+def test_a_signature_that_a_registry_refuses_is_left_out_of_a_copy(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, call: str
+) -> None:
+    machine.create("team/x:v1")
+    machine.sign("team/x:v1")
+    target_store = ImageLayout(machine.home / "target")
+    options = ClientOptions(docker_config=machine.home)
+    with serving_stores(machine.store, target_store) as (first, second):
+        refuse_signatures(monkeypatch, call)
+        source, target = (Reference.parse(f"{host}/team/x:v1") for host in (first, second))
+        assert (
+            transfer(source, target, options).digest
+            == machine.store.resolve(Reference.parse("team/x:v1")).digest
+        )
+        assert [name for name, _ in target_store.list_tags()] == ["team/x:v1"]
+        assert any("is left out" in message for message in caplog.messages)
+        # The policy demands it of the target: nothing is sent.
+        machine.enforce(f"{second}/*")
+        with pytest.raises((ManifestRefusedError, UnauthorizedError)):
+            transfer(source, replace(target, tag="v2"), options)
+        assert len(list(target_store.list_tags())) == 1
+
+
+def test_a_signature_that_a_registry_refuses_is_left_out_of_a_push(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = ClientOptions(docker_config=machine.home)
+    target_store = ImageLayout(machine.home / "target")
+    with serving_stores(target_store) as (host,):
+        name = f"{host}/team/x:v1"
+        machine.create(name)
+        machine.sign(name)
+        refuse_signatures(monkeypatch, "put")
+        push(machine.store, Reference.parse(name), options)
+        assert [name for name, _ in target_store.list_tags()] == ["team/x:v1"]
+        assert any("is left out" in message for message in caplog.messages)
+
+
+@contextlib.contextmanager
+def serving_stores(*stores: ImageLayout) -> Iterator[list[str]]:
+    servers = [RegistryThread(store) for store in stores]
+    try:
+        yield [server.host for server in servers]
+    finally:
+        for server in servers:
+            server.close()
