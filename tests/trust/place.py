@@ -34,7 +34,7 @@ class Place:
 
     def lift(self) -> None:
         """Remove the policy, for processes that begin afterwards."""
-        self.machine.unlink()
+        self.machine.unlink(missing_ok=True)
         GATES.clear()
 
     def sign(self, *options: object) -> None:
