@@ -222,7 +222,7 @@ class Engine:
         root = self.store.resolve(reference)
         # The policy may have changed since a model in memory was read.
         if (gate := find_gate()) is not None:
-            gate.admit_stored(self.store, root)
+            gate.admit_asked(self.store, root, reference)
         return root
 
     async def _stream(self, request: QueuedRequest) -> AsyncGenerator[Event, None]:

@@ -115,6 +115,25 @@ class PolicyGate:
     ) -> None:
         """Decide about a manifest, also by names that it is to get. Raises SignatureError."""
         assert isinstance(store, ImageLayout)  # noqa: S101 - the only store that asks
+        self._admit_named(store, content, references)
+
+    def admit_asked(self, store: Source, content: Descriptor, reference: Reference) -> None:
+        """Decide about a manifest, also by a name that is asked for. Raises SignatureError.
+
+        With a digest it need not be a name that the manifest has. It is not recorded: clients could
+        ask for any number of names.
+        """
+        # Other sources read from a layout.
+        if isinstance(store, ImageLayout) and content.media_type in mediatype.DOCUMENTS:
+            self._admit_named(store, content, (), asked=reference)
+
+    def _admit_named(
+        self,
+        store: ImageLayout,
+        content: Descriptor,
+        references: Sequence[Reference],
+        asked: Reference | None = None,
+    ) -> None:
         document = parse_content(read_all(_Unchecked(store).open(content), content), content)
         if is_signature(document):
             self._admit(document, content.digest, None, {})
@@ -123,7 +142,8 @@ class PolicyGate:
         names = set(record.get("names", ()))
         known = (*references, *_list_names(store, content.digest))
         names |= {build_rule_name(reference) for reference in known}
-        rules = {rule.id: rule for name in names if (rule := self._policy.find(name)) is not None}
+        judged = names | ({build_rule_name(asked)} if asked else set())
+        rules = {rule.id: rule for name in judged if (rule := self._policy.find(name)) is not None}
         if not names and not self._is_listed(store, content):
             self._refuse_unknown(content)
         accepted: dict[str, Any] = dict(record.get("accepted", {}))

@@ -23,6 +23,7 @@ from clowder_aimage.content.gate import GATES, find_gate, unchecked
 from clowder_aimage.dialect.modelpack import CONFIG, MANIFEST
 from clowder_aimage.engine import admission
 from clowder_aimage.engine.engine import Engine
+from clowder_aimage.engine.model_fetch import find
 from clowder_aimage.errors import (
     FormatError,
     ManifestRefusedError,
@@ -31,7 +32,7 @@ from clowder_aimage.errors import (
     UsageError,
 )
 from clowder_aimage.layout import ImageLayout
-from clowder_aimage.layout.stored_aimage import read_aimage
+from clowder_aimage.layout.stored_aimage import lease_manifest, read_aimage
 from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference, mediatype
 from clowder_aimage.oci.manifest import encode
 from clowder_aimage.push import push, transfer
@@ -251,6 +252,30 @@ def test_a_policy_that_cannot_be_read_opens_nothing(
     take_away(machine.policy, kind, monkeypatch)
     with pytest.raises(UsageError, match="cannot use the policy"):
         find_gate()
+
+
+def test_the_name_that_is_asked_by_is_judged(machine: Machine) -> None:
+    """A digest is found under any name: that of the request need not be one of them."""
+    content = machine.create("other.example/u/x:v1")
+    machine.enforce()
+    asked = Reference.parse(f"{HOST}/team/x@{content.digest}")
+    engine: Any = Engine.__new__(Engine)
+    engine.store = machine.store
+    with machine.store.lease() as lease:
+        for door in (
+            lambda: read_aimage(machine.store, asked),
+            lambda: find(machine.store, asked),
+            lambda: engine._resolve(asked),
+            lambda: lease_manifest(machine.store, asked, lease),
+        ):
+            with pytest.raises(SignatureError):
+                door()
+    # The request gives it no name.
+    machine.enforce("asked.example/*", mode="warn")
+    machine.read(f"asked.example/u/x@{content.digest}")
+    machine.read("other.example/u/x:v1")
+    machine.enforce("asked.example/*")
+    machine.read("other.example/u/x:v1")
 
 
 def test_a_damaged_signature_of_another_model_does_not_count(machine: Machine) -> None:
