@@ -59,6 +59,8 @@ class PolicyGate:
         self._lock = threading.Lock()
         # The rules by which content was admitted: manifests, and the content that they list.
         self._admitted: dict[Digest, dict[str, dict[str, Any]]] = {}
+        # The manifests among these: a manifest may also be listed as a blob.
+        self._manifests: set[Digest] = set()
         # The accepted signatures of manifests: their manifest and their blob
         self._documents: dict[Digest, list[tuple[Descriptor, bytes]]] = {}
         self._warned: set[tuple[str, Digest]] = set()
@@ -187,7 +189,7 @@ class PolicyGate:
 
     def _is_listed(self, store: ImageLayout, content: Descriptor) -> bool:
         """Return True if an admitted index lists a manifest without a name of its own."""
-        if content.digest in self._admitted:
+        if content.digest in self._manifests:
             return True
         for _, entry in store.iter_entries():
             if entry.media_type not in mediatype.INDEXES:
@@ -282,6 +284,9 @@ class PolicyGate:
         with self._lock:
             if len(self._admitted) > _MAX_ADMITTED:
                 self._admitted.clear()
+                self._manifests.clear()
+            self._manifests.add(digest)
+            self._manifests.update(child.digest for child in _list_children(document))
             for content in contents:
                 entry = self._admitted.setdefault(content, {})
                 if rule is not None and content == digest:

@@ -7,7 +7,9 @@ import contextlib
 import errno
 import http.client
 import io
+import json
 import os
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +34,7 @@ from clowder_aimage.errors import (
     UsageError,
 )
 from clowder_aimage.layout import ImageLayout
-from clowder_aimage.layout.stored_aimage import lease_manifest, read_aimage
+from clowder_aimage.layout.stored_aimage import lease_manifest, read_aimage, read_stored
 from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference, mediatype
 from clowder_aimage.oci.manifest import encode
 from clowder_aimage.push import push, transfer
@@ -276,6 +278,30 @@ def test_the_name_that_is_asked_by_is_judged(machine: Machine) -> None:
     machine.read("other.example/u/x:v1")
     machine.enforce("asked.example/*")
     machine.read("other.example/u/x:v1")
+
+
+def test_a_manifest_that_is_listed_as_a_blob_is_not_of_an_index(machine: Machine) -> None:
+    """A manifest without a name, as other tools leave them."""
+    content = machine.create("temporary:v1")
+    index = machine.store.root / "index.json"
+    document = json.loads(index.read_text())
+    for entry in document["manifests"]:
+        del entry["annotations"]
+    index.write_text(json.dumps(document))
+    shutil.rmtree(machine.store.root / ".aimage")
+    machine.store = ImageLayout(machine.store.root)
+    machine.enforce("*")
+    name = f"x@{content.digest}"
+    with pytest.raises(SignatureError):
+        read_stored(machine.store, content)
+    layer = {"mediaType": mediatype.SIGSTORE_BUNDLE, "digest": str(content.digest), "size": 9}
+    config = machine.push(mediatype.OCI_EMPTY, b"{}")
+    signature = machine.write("signature:v1", mediatype.SIGSTORE_BUNDLE, config, layer)
+    machine.store.open(signature).close()
+    with pytest.raises(SignatureError, match="no name in the store"):
+        read_stored(machine.store, content)
+    with pytest.raises(SignatureError):
+        machine.read(name)
 
 
 def test_a_damaged_signature_of_another_model_does_not_count(machine: Machine) -> None:
