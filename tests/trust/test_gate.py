@@ -33,6 +33,7 @@ from clowder_aimage.errors import (
     UnauthorizedError,
     UsageError,
 )
+from clowder_aimage.importer.ollama_store import adopt
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import lease_manifest, read_aimage, read_stored
 from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference, mediatype
@@ -78,7 +79,10 @@ class Machine:
         document |= {"config": config.to_json(), "layers": list(layers)}
         if kind:
             document["artifactType"] = kind
-        manifest = self.push(mediatype.OCI_MANIFEST, encode(document))
+        return self.write_document(name, mediatype.OCI_MANIFEST, encode(document))
+
+    def write_document(self, name: str, media_type: str, raw: bytes) -> Descriptor:
+        manifest = self.push(media_type, raw)
         with unchecked():
             self.store.tag(manifest, Reference.parse(name))
         return manifest
@@ -302,6 +306,43 @@ def test_a_manifest_that_is_listed_as_a_blob_is_not_of_an_index(machine: Machine
         read_stored(machine.store, content)
     with pytest.raises(SignatureError):
         machine.read(name)
+
+
+def write_ollama_model(directory: Path) -> bytes:
+    """Write ollama's store with the model ``llama3``; return its manifest."""
+
+    def write(data: bytes) -> dict[str, Any]:
+        digest = Digest.of(data)
+        (directory / "blobs" / f"sha256-{digest.encoded}").write_bytes(data)
+        return {"digest": str(digest), "size": len(data)}
+
+    (directory / "blobs").mkdir(parents=True)
+    layer = {"mediaType": "application/vnd.ollama.image.model"} | write(b"GGUF")
+    config = {"mediaType": mediatype.DOCKER_CONFIG} | write(b"{}")
+    document = {"schemaVersion": 2, "mediaType": mediatype.DOCKER_MANIFEST}
+    raw = encode(document | {"config": config, "layers": [layer]})
+    path = directory / "manifests/registry.ollama.ai/library/llama3/latest"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(raw)
+    return raw
+
+
+def test_a_model_of_ollama_is_judged_by_its_name_there(machine: Machine) -> None:
+    directory, mine = machine.home / "ollama", Reference.parse("mine:v1")
+    raw = write_ollama_model(directory)
+    machine.enforce("registry.ollama.ai/library/*")
+    with pytest.raises(SignatureError):
+        adopt(machine.store, mine, directory, "llama3")
+    assert not machine.store.exists(Descriptor("", Digest.of(b"GGUF"), 4))
+    assert not list(machine.store.list_tags())
+    # It is signed by its digest; the name that it came by counts afterwards, too.
+    machine.write_document("signed:v1", mediatype.DOCKER_MANIFEST, raw)
+    machine.sign("signed:v1")
+    adopt(machine.store, mine, directory, "llama3")
+    machine.read("mine:v1")
+    machine.public.write_bytes(get_public("other").pem)
+    with pytest.raises(SignatureError):
+        machine.read("mine:v1")
 
 
 def test_a_damaged_signature_of_another_model_does_not_count(machine: Machine) -> None:
