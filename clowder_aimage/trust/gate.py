@@ -363,7 +363,17 @@ def _now() -> datetime:
 
 
 def _read_record(store: ImageLayout, digest: Digest) -> dict[str, Any]:
-    return MetadataFiles(store.root, RECORDS).get(str(digest)) or {}
+    """Return the record of a manifest, with the demands in those of read-only stores.
+
+    What admitted it there counts for those stores only.
+    """
+    record = MetadataFiles(store.root, RECORDS).get(str(digest)) or {}
+    for root in store.roots[1:]:
+        lower = MetadataFiles(root, RECORDS).get(str(digest)) or {}
+        for key in ("names", "indexes"):
+            if values := {*record.get(key, ()), *lower.get(key, ())}:
+                record[key] = sorted(values)
+    return record
 
 
 def _write_record(store: ImageLayout, digest: Digest, value: dict[str, Any]) -> None:

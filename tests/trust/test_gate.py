@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from clowder_aimage.config import trust_policy
-from clowder_aimage.config.trust_policy import UserFiles, _CurrentGate
+from clowder_aimage.config.trust_policy import UserFiles, _CurrentGate, read_policy
 from clowder_aimage.content import build_bytes_body
 from clowder_aimage.content.gate import GATES, find_gate, unchecked
 from clowder_aimage.dialect.modelpack import CONFIG, MANIFEST
@@ -35,6 +35,8 @@ from clowder_aimage.errors import (
 )
 from clowder_aimage.importer.ollama_store import adopt
 from clowder_aimage.layout import ImageLayout
+from clowder_aimage.layout.layered_store import LayeredStore
+from clowder_aimage.layout.metadata import MetadataFiles
 from clowder_aimage.layout.stored_aimage import lease_manifest, read_aimage, read_stored
 from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference, mediatype
 from clowder_aimage.oci.manifest import encode
@@ -42,6 +44,7 @@ from clowder_aimage.push import push, transfer
 from clowder_aimage.registry import ClientOptions, Repository
 from clowder_aimage.sign import sign, sign_with
 from clowder_aimage.trust.acceptance import Format
+from clowder_aimage.trust.gate import RECORDS
 from tests.node.nodes import TOKEN, Node
 from tests.registry_app import RegistryThread
 from tests.trust.key_files import create_authority, create_signer, get_public, write_key
@@ -49,6 +52,7 @@ from tests.trust.place import write_policy
 
 HOST = "registry.example.com"
 NAME = f"{HOST}/team/x:v1"
+FILES = UserFiles(lambda: None, lambda: False)
 
 
 class Machine:
@@ -98,8 +102,7 @@ class Machine:
 
 @pytest.fixture
 def machine(tmp_path: Path, without_machine_policy: Path) -> Machine:
-    files = UserFiles(lambda: None, lambda: False)
-    gate = _CurrentGate(files, lambda: ClientOptions(docker_config=tmp_path))
+    gate = _CurrentGate(FILES, lambda: ClientOptions(docker_config=tmp_path))
     GATES[:] = [gate.find_gate]
     return Machine(tmp_path, without_machine_policy)
 
@@ -343,6 +346,27 @@ def test_a_model_of_ollama_is_judged_by_its_name_there(machine: Machine) -> None
     machine.public.write_bytes(get_public("other").pem)
     with pytest.raises(SignatureError):
         machine.read("mine:v1")
+
+
+def test_another_name_in_a_lower_store_does_not_lift_a_demand(machine: Machine) -> None:
+    content = machine.create()
+    machine.enforce()
+    mine = Reference.parse("mine:v1")
+    machine.store.tag(content, mine)
+    machine.store.untag(Reference.parse(NAME))
+    upper = LayeredStore([machine.home / "upper", machine.store.root])
+    for store in (machine.store, upper):
+        with pytest.raises(SignatureError):
+            read_aimage(store, mine)
+    # What admitted it there does not count here.
+    record = MetadataFiles(machine.store.root, RECORDS)
+    value = record.get(str(content.digest))
+    assert value
+    policy = read_policy(FILES)
+    assert policy
+    record.put(str(content.digest), value | {"accepted": {policy.rules[0].id: {}}}, durable=True)
+    with pytest.raises(SignatureError):
+        read_aimage(upper, mine)
 
 
 def test_a_damaged_signature_of_another_model_does_not_count(machine: Machine) -> None:
