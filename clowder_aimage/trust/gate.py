@@ -365,20 +365,24 @@ def _now() -> datetime:
 def _read_record(store: ImageLayout, digest: Digest) -> dict[str, Any]:
     """Return the record of a manifest, with the demands in those of read-only stores.
 
-    What admitted it there counts for those stores only.
+    What admitted it counts in this store only, and, as the indexes that list it, only from a file
+    that no other user may have written.
     """
-    record = MetadataFiles(store.root, RECORDS).get(str(digest)) or {}
-    for root in store.roots[1:]:
-        lower = MetadataFiles(root, RECORDS).get(str(digest)) or {}
-        for key in ("names", "indexes"):
-            if values := {*record.get(key, ()), *lower.get(key, ())}:
-                record[key] = sorted(values)
-    return record
+    record = MetadataFiles(store.root, RECORDS).get_protected(str(digest)) or {}
+    names, indexes = set(record.get("names", ())), set(record.get("indexes", ()))
+    for root in store.roots:
+        files = MetadataFiles(root, RECORDS)
+        names.update((files.get(str(digest)) or {}).get("names", ()))
+        indexes.update((files.get_protected(str(digest)) or {}).get("indexes", ()))
+    return record | {"names": sorted(names), "indexes": sorted(indexes)}
 
 
 def _write_record(store: ImageLayout, digest: Digest, value: dict[str, Any]) -> None:
+    files, key = MetadataFiles(store.root, RECORDS), str(digest)
     try:
-        MetadataFiles(store.root, RECORDS).put(str(digest), value, durable=True)
+        # One in a group's store is not believed, and would be written each time.
+        if files.get(key) != {"key": key} | value:
+            files.put(key, value, durable=True)
     except AccessError as error:
         # A store that only others write is decided about each time.
         _log.debug("cannot record the decision about %s: %s", digest, error)

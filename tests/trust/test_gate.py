@@ -36,7 +36,7 @@ from clowder_aimage.errors import (
 from clowder_aimage.importer.ollama_store import adopt
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.layered_store import LayeredStore
-from clowder_aimage.layout.metadata import MetadataFiles
+from clowder_aimage.layout.metadata import MetadataFiles, build_file_name
 from clowder_aimage.layout.stored_aimage import lease_manifest, read_aimage, read_stored
 from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference, mediatype
 from clowder_aimage.oci.manifest import encode
@@ -367,6 +367,35 @@ def test_another_name_in_a_lower_store_does_not_lift_a_demand(machine: Machine) 
     record.put(str(content.digest), value | {"accepted": {policy.rules[0].id: {}}}, durable=True)
     with pytest.raises(SignatureError):
         read_aimage(upper, mine)
+
+
+@pytest.mark.parametrize("by", ["group", "others", "owner"])
+def test_a_record_that_another_user_may_have_written_admits_nothing(
+    machine: Machine, by: str
+) -> None:
+    content = machine.create()
+    machine.create("other:v1", b"others")
+    machine.sign("other:v1")
+    machine.enforce()
+    policy = read_policy(FILES)
+    assert policy
+    signed = machine.store.resolve(Reference.parse("other:v1"))
+    records, key = MetadataFiles(machine.store.root, RECORDS), str(content.digest)
+    forged = (
+        {"names": [], "accepted": {policy.rules[0].id: {}}},
+        # Nor by the signature of an index that is said to list it
+        {"names": [], "indexes": [str(signed.digest)]},
+    )
+    for value in forged:
+        records.put(key, value, durable=True)
+        path = machine.store.root / ".aimage" / RECORDS / build_file_name(key)
+        if by == "owner":
+            if os.geteuid() != 0:
+                pytest.skip("only root may give a file away")
+            os.chown(path, 12345, -1)
+        path.chmod({"group": 0o664, "others": 0o646, "owner": 0o644}[by])
+        with pytest.raises(SignatureError):
+            machine.read()
 
 
 def test_a_damaged_signature_of_another_model_does_not_count(machine: Machine) -> None:
