@@ -262,10 +262,15 @@ def _plan_transfer(
 ) -> dict[Digest | Reference, tuple[CopyPlan, Reference]]:
     """Return the plans and names of the copies, attached artifacts before their subjects."""
     plans: dict[Digest | Reference, tuple[CopyPlan, Reference]] = {}
+    # Several tags may name one manifest.
+    searched: set[Digest] = set()
     for source, target in pairs:
         plan = plan_copy(source_repository, source_repository.resolve(source))
         # Attached artifacts come first: once the tag exists, its signatures do, too.
         for subject, _ in plan.documents if not recursive else ():
+            if subject.digest in searched:
+                continue
+            searched.add(subject.digest)
             for root in _list_signatures(source_repository, source, subject.digest):
                 copied = _plan_signature(source_repository, source, target, subject.digest, root)
                 if copied is not None:

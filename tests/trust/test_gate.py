@@ -40,10 +40,11 @@ from clowder_aimage.layout.metadata import MetadataFiles, build_file_name
 from clowder_aimage.layout.stored_aimage import lease_manifest, read_aimage, read_stored
 from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference, mediatype
 from clowder_aimage.oci.manifest import encode
-from clowder_aimage.push import push, transfer
+from clowder_aimage.push import push, transfer, transfer_tags
 from clowder_aimage.registry import ClientOptions, Repository
 from clowder_aimage.sign import sign, sign_with
 from clowder_aimage.trust.acceptance import Format
+from clowder_aimage.trust.collection import RegistryPlace
 from clowder_aimage.trust.gate import RECORDS
 from tests.node.nodes import TOKEN, Node
 from tests.registry_app import RegistryThread
@@ -494,6 +495,27 @@ def test_a_signature_that_a_registry_refuses_is_left_out_of_a_push(
         push(machine.store, Reference.parse(name), options)
         assert [name for name, _ in target_store.list_tags()] == ["team/x:v1"]
         assert any("is left out" in message for message in caplog.messages)
+
+
+def test_the_signatures_of_a_manifest_are_listed_once(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = machine.create("team/x:v1")
+    machine.sign("team/x:v1")
+    machine.store.tag(content, Reference.parse("team/x:v2"))
+    options, target_store = ClientOptions(docker_config=machine.home), machine.home / "target"
+    listed = list[Digest]()
+    list_bundles = RegistryPlace.list_bundles
+
+    def list_and_note(self: RegistryPlace, subject: Digest) -> Any:
+        listed.append(subject)
+        return list_bundles(self, subject)
+
+    monkeypatch.setattr(RegistryPlace, "list_bundles", list_and_note)
+    with serving_stores(machine.store, ImageLayout(target_store)) as (first, second):
+        source, target = (Reference.parse(f"{host}/team/x") for host in (first, second))
+        assert set(transfer_tags(source, target, options)) == {"v1", "v2"}
+    assert listed == [content.digest]
 
 
 @contextlib.contextmanager
