@@ -144,7 +144,8 @@ def hash_directory(directory: Path, files: SignedFiles, bundle: Path) -> dict[st
     try:
         own = bundle.stat()
         with OpenDirectory(resolve(directory)) as root:
-            for path, directories, names, fd in os.fwalk(dir_fd=root.fd, follow_symlinks=False):
+            walked = os.fwalk(onerror=_fail, dir_fd=root.fd, follow_symlinks=False)
+            for path, directories, names, fd in walked:
                 # A link to a directory is among these, and is not followed.
                 for name in (*directories, *names):
                     relative = str(Path(path) / name)
@@ -161,6 +162,11 @@ def hash_directory(directory: Path, files: SignedFiles, bundle: Path) -> dict[st
             hint=ADVICE.get(error.errno or 0),
         ) from None
     return digests
+
+
+def _fail(error: OSError) -> None:
+    """Raise the error of a directory that cannot be read: its files are not verified."""
+    raise error
 
 
 def _hash_file(name: str, directory: int, path: str, hash_type: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
@@ -18,6 +19,7 @@ from clowder_aimage.content import (
     plan_copy,
 )
 from clowder_aimage.content.copy_option import CopyEvent, ignore
+from clowder_aimage.content.gate import find_gate
 from clowder_aimage.content.graph import read_document, walk
 from clowder_aimage.content.store import Reader, WrappedSource
 from clowder_aimage.content.telemetry import start_span
@@ -58,6 +60,8 @@ from clowder_aimage.registry import (
 from clowder_aimage.trust.bundle import MEDIA_TYPE
 from clowder_aimage.trust.collection import RegistryPlace, iter_stored_signatures
 from clowder_aimage.trust.simple_signing import build_signature_tag
+
+_log = logging.getLogger("aimage.registry")
 
 OnFallback = Callable[[str, AImageError], None]
 OnRemembered = Callable[[str, str], None]
@@ -233,15 +237,21 @@ def _transfer(
             on_event(event)
 
     unlisted: list[UnlistedReferrerError] = []
-    for plan, name in plans.values():
+    names = [reference for pair in pairs for reference in pair]
+    for key, (plan, name) in plans.items():
         try:
             _copy(source_repository, name, target_repository, connections, on_copy_event, plan)
-        except UnlistedReferrerError as error:
-            # The attached artifact is in the registry: the others are copied, too.
-            unlisted.append(error)
-        except ManifestRefusedError as error:
-            error.hint = "a copy does not rewrite manifests: pull, tag and push it instead"
-            raise
+        except AccessError as error:
+            if not recursive and isinstance(key, Digest):
+                _leave_out(key, error, names)
+            elif isinstance(error, UnlistedReferrerError):
+                # The attached artifact is in the registry: the others are copied, too.
+                unlisted.append(error)
+            elif isinstance(error, ManifestRefusedError):
+                error.hint = "a copy does not rewrite manifests: pull, tag and push it instead"
+                raise
+            else:
+                raise
     if unlisted:
         raise unlisted[0]
     return [target_repository.describe_pushed(plans[target][0].root) for _, target in pairs]
@@ -252,21 +262,19 @@ def _plan_transfer(
 ) -> dict[Digest | Reference, tuple[CopyPlan, Reference]]:
     """Return the plans and names of the copies, attached artifacts before their subjects."""
     plans: dict[Digest | Reference, tuple[CopyPlan, Reference]] = {}
+    # Several tags may name one manifest.
+    searched: set[Digest] = set()
     for source, target in pairs:
         plan = plan_copy(source_repository, source_repository.resolve(source))
         # Attached artifacts come first: once the tag exists, its signatures do, too.
         for subject, _ in plan.documents if not recursive else ():
+            if subject.digest in searched:
+                continue
+            searched.add(subject.digest)
             for root in _list_signatures(source_repository, source, subject.digest):
-                tag = build_signature_tag(subject.digest)
-                name = target.with_digest(root.digest)
-                is_tagged = root.extra.get("artifactType") != MEDIA_TYPE
-                content = Descriptor(root.media_type, root.digest, root.size)
-                # What is no signature is not carried.
-                with contextlib.suppress(NotFoundError, ContentError):
-                    plans[root.digest] = (
-                        plan_copy(source_repository, content),
-                        replace(target, tag=tag, digest=None) if is_tagged else name,
-                    )
+                copied = _plan_signature(source_repository, source, target, subject.digest, root)
+                if copied is not None:
+                    plans[root.digest] = copied
         for subject, _ in plan.documents if recursive else ():
             for _, _, entry in source_repository.iter_referrers(subject.digest):
                 # Registries may list referrers that were deleted.
@@ -278,6 +286,34 @@ def _plan_transfer(
                     )
         plans[target] = plan, target
     return plans
+
+
+def _plan_signature(
+    repository: Repository, source: Reference, target: Reference, subject: Digest, root: Descriptor
+) -> tuple[CopyPlan, Reference] | None:
+    """Return the copy of a signature and its name; None for what is none, or cannot be read."""
+    try:
+        plan = plan_copy(repository, Descriptor(root.media_type, root.digest, root.size))
+    except (NotFoundError, ContentError):
+        return None
+    except AccessError as error:
+        _leave_out(root.digest, error, (source, target))
+        return None
+    if root.extra.get("artifactType") == MEDIA_TYPE:
+        return plan, target.with_digest(root.digest)
+    _, document = plan.documents[-1]
+    kinds = {child.media_type for child in document.children[1:]}
+    if not isinstance(document, Manifest) or kinds != {mediatype.SIMPLE_SIGNING}:
+        return None
+    return plan, replace(target, tag=build_signature_tag(subject), digest=None)
+
+
+def _leave_out(signature: Digest, error: AccessError, names: Sequence[Reference]) -> None:
+    """Note that a signature is not carried. Raises the error if a policy demands one."""
+    gate = find_gate()
+    if gate is not None and any(map(gate.demands, names)):
+        raise error
+    _log.warning("the signature %s is left out: %s", signature, error.message)
 
 
 def _list_signatures(
@@ -312,8 +348,13 @@ def _push_signatures(
             with contextlib.suppress(NotFoundError):
                 repository.resolve(target)
                 continue
-        with contextlib.suppress(UnlistedReferrerError):
+        try:
             copy(store, name, repository, target, plan=plan_copy(store, content))
+        except UnlistedReferrerError:
+            # It is in the registry.
+            continue
+        except AccessError as error:
+            _leave_out(content.digest, error, (reference,))
 
 
 def _copy(

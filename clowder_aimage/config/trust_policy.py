@@ -5,6 +5,7 @@ It is read again when a file changes, so that a server follows it.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +24,7 @@ SYSTEM_FILES = [Path("/etc/aimage/trust.yaml")]
 _KEY = "trust"
 # Bytes of a document
 _MAX_SIZE = 1 << 20
-_Stamp = tuple[tuple[str, int, int, int] | None, ...]
+_Stamp = tuple[tuple[str | int | bool, ...] | None, ...]
 
 
 class UserFiles(NamedTuple):
@@ -71,7 +72,7 @@ def _read_user(path: Path, is_explicit: bool) -> dict[str, Any] | None:
     try:
         raw = _read(path)
     except UsageError:
-        if is_explicit:
+        if is_explicit or _is_broken(path):
             raise
         return None
     if raw is None or _KEY.encode() not in raw:
@@ -90,6 +91,8 @@ def _read(path: Path) -> bytes | None:
         with path.open("rb") as file:
             raw = file.read(_MAX_SIZE + 1)
     except (FileNotFoundError, NotADirectoryError):
+        if _is_broken(path):
+            raise _build_error(path, "it is a link to a file that does not exist") from None
         return None
     except OSError as error:
         raise _build_error(path, error.strerror or str(error)) from None
@@ -127,33 +130,75 @@ class _CurrentGate:
         self._files, self._connect = files, connect
         self._lock = threading.Lock()
         self._stamp: _Stamp | None = None
+        # The files that the policy names, such as those of keys
+        self._named: tuple[Path, ...] = ()
+        # Where this process has found a policy
+        self._documents: frozenset[Path] = frozenset()
         self._gate: Gate | None = None
 
     def find_gate(self) -> Gate | None:
         """Return the gate, None without a policy. Raises UsageError."""
-        paths = (*SYSTEM_FILES, self._files.find_config_file())
-        stamp = tuple(map(_read_stamp, paths))
         with self._lock:
+            stamp = self._build_stamp()
             if stamp != self._stamp:
                 # An error is raised again by the next call
                 self._stamp, self._gate = None, None
-                self._gate = self._build_gate()
+                policy = self._read_policy()
+                while policy is not None and policy.files != self._named:
+                    # Each file is read after its stamp, so that no change is missed.
+                    self._named = policy.files
+                    stamp = self._build_stamp()
+                    policy = self._read_policy()
+                self._gate = None if policy is None else self._build_gate(policy)
                 self._stamp = stamp
             return self._gate
 
-    def _build_gate(self) -> Gate | None:
+    def _read_policy(self) -> Policy | None:
+        """Return the policy, None without one. Raises UsageError, also if one is missing now.
+
+        A file that is being replaced may be missing for a moment, or be empty.
+        """
         policy = read_policy(self._files)
-        if policy is None:
-            return None
+        found = frozenset(() if policy is None else policy.documents)
+        for path in sorted(self._documents - found):
+            raise UsageError(
+                f"the policy in {path} has disappeared",
+                hint="nothing is accepted until it is there again; restart to run without it",
+            )
+        self._documents = found
+        return policy
+
+    def _build_stamp(self) -> _Stamp:
+        paths = (*SYSTEM_FILES, self._files.find_config_file(), *self._named)
+        return tuple(map(_read_stamp, paths))
+
+    def _build_gate(self, policy: Policy) -> Gate:
         from clowder_aimage.trust.gate import PolicyGate
 
         return PolicyGate(policy, self._connect)
 
 
-def _read_stamp(path: Path | None) -> tuple[str, int, int, int] | None:
+def _read_stamp(path: Path | None) -> tuple[str | int | bool, ...] | None:
+    """Return what changes with a file: its status, or why there is none."""
+    if path is None:
+        return None
     try:
-        status = None if path is None else path.stat()
-    except OSError:
-        # Reading it tells what is wrong
-        status = None
-    return status and (str(path), status.st_mtime_ns, status.st_size, status.st_ino)
+        status = path.stat()
+    except OSError as error:
+        return str(path), error.errno or 0, _is_broken(path)
+    # The time of the last change cannot be set, unlike that of the last modification.
+    times = (status.st_mtime_ns, status.st_ctime_ns)
+    return str(path), *times, status.st_size, status.st_ino
+
+
+def _is_broken(path: Path) -> bool:
+    """Return True if a path leads through a link to something that does not exist."""
+    for part in filter(os.path.islink, (path, *path.parents)):
+        try:
+            part.stat()
+        except FileNotFoundError:
+            return True
+        except OSError:
+            # Reading it tells what is wrong
+            continue
+    return False

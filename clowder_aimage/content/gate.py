@@ -34,6 +34,12 @@ class Gate(Protocol):
     ) -> None:
         """Decide about a stored manifest by names that it is to get, or came by."""
 
+    def admit_asked(self, store: Source, content: Descriptor, reference: Reference) -> None:
+        """Decide about a stored manifest, also by the name that it is asked by."""
+
+    def demands(self, reference: Reference) -> bool:
+        """Return True if manifests of a repository are refused without a signature."""
+
     def record(self, store: Source, content: Descriptor, reference: Reference) -> None:
         """Record that a manifest in a store has a name, and why it was admitted."""
 

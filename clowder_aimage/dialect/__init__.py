@@ -9,7 +9,7 @@ from clowder_aimage.dialect.kitops import KitOpsDialect
 from clowder_aimage.dialect.modelpack import ModelPackDialect
 from clowder_aimage.dialect.ollama import OllamaDialect
 from clowder_aimage.errors import FormatError
-from clowder_aimage.oci import Manifest
+from clowder_aimage.oci import Manifest, mediatype
 
 # The dialects that are written.
 DIALECTS: dict[str, Dialect] = {
@@ -36,6 +36,7 @@ READABLE: dict[str, Dialect] = {
     )
 }
 DEFAULT = "clowder"
+_SIGNATURES = (mediatype.SIGSTORE_BUNDLE, mediatype.SIMPLE_SIGNING)
 
 
 def detect(manifest: Manifest) -> Dialect:
@@ -44,6 +45,9 @@ def detect(manifest: Manifest) -> Dialect:
     Raises:
         FormatError: it is not an AImage in any known dialect.
     """
+    # No policy decides about a signature: one with layers of an AImage would be a way around it.
+    if any(layer.media_type in _SIGNATURES for layer in manifest.layers):
+        raise FormatError(f"{manifest.digest} is not an AImage: it has layers of a signature")
     for dialect in READABLE.values():
         if dialect.matches(manifest):
             return dialect

@@ -222,7 +222,7 @@ class Engine:
         root = self.store.resolve(reference)
         # The policy may have changed since a model in memory was read.
         if (gate := find_gate()) is not None:
-            gate.admit_stored(self.store, root)
+            gate.admit_asked(self.store, root, reference)
         return root
 
     async def _stream(self, request: QueuedRequest) -> AsyncGenerator[Event, None]:
@@ -501,7 +501,7 @@ class Engine:
         """Return the AImage if its model is in memory; otherwise as ``_find_complete``."""
         if request.reference.registry is None or request.pull != admission.ALWAYS:
             with contextlib.suppress(NotFoundError):
-                resolve = partial(self.store.resolve, request.reference)
+                resolve = partial(self._resolve, request.reference)
                 stored = request.stored
                 root = stored.descriptor if stored else await run_generation(resolve)
                 if (loaded := self._scheduler.find_loaded(root.digest)) is not None:

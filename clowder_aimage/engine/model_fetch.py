@@ -17,7 +17,7 @@ from clowder_aimage.engine.transfer_queue import DESIRED, TransferQueue
 from clowder_aimage.errors import AImageError, NotFoundError, VerificationError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.completeness import check_stored, describe_missing, suggest_completion
-from clowder_aimage.layout.stored_aimage import StoredAImage, read_stored
+from clowder_aimage.layout.stored_aimage import StoredAImage, admit, read_stored
 from clowder_aimage.model.runnable import prepare
 from clowder_aimage.oci import Reference
 
@@ -41,6 +41,7 @@ def find(store: ImageLayout, reference: Reference) -> StoredAImage:
         hint = "pull it first" if reference.registry else "create it, or add a registry to the name"
         raise NotFoundError(f"model {reference} not found", hint=hint) from None
     try:
+        admit(store, root, reference)
         stored = read_stored(store, root)
         completeness = check_stored(store, stored)
     except (NotFoundError, VerificationError):

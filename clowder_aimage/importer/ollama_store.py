@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from clowder_aimage.content import build_bytes_body
+from clowder_aimage.content.gate import find_gate
 from clowder_aimage.errors import FormatError, NotFoundError, StoreError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.ingest import LinkedBlob
@@ -51,6 +52,7 @@ def adopt(
     Raises:
         NotFoundError: There is no such model, or one of its blobs is missing.
         FormatError, VerificationError: The manifest is invalid, or a blob is damaged.
+        SignatureError: The policy does not accept it, by its name in ollama or by ``reference``.
         StoreError, NoSpaceError: The store cannot be written; copied blobs remain, no links.
     """
     try:
@@ -64,6 +66,11 @@ def adopt(
         copied = existing = 0
         links: list[LinkedBlob] = []
         with store.lease(manifest.digest, *blobs), contextlib.ExitStack() as stack:
+            if (gate := find_gate()) is not None:
+                # Before any blob; the policy reads the manifest in the store.
+                store.push(manifest.descriptor, build_bytes_body(manifest.raw))
+                origin = _build_origin(path.relative_to(directory / "manifests"))
+                gate.admit_named(store, manifest.descriptor, [origin, reference])
             for blob in blobs.values():
                 if store.exists(blob):
                     existing += 1
@@ -83,6 +90,13 @@ def adopt(
             f"cannot read {error.filename or directory}: {error.strerror or error}",
             hint="the store of ollama is often owned by a separate user",
         ) from None
+
+
+def _build_origin(path: Path) -> Reference:
+    """Return the name of a model in ollama's registry, by the path of its manifest."""
+    host, *names, tag = path.parts
+    # A file system without case finds other spellings.
+    return Reference(host, "/".join(names).lower(), tag)
 
 
 def find_manifest(directory: Path, name: str) -> Path:

@@ -11,6 +11,7 @@ import functools
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -58,12 +59,24 @@ class MetadataFiles:
         value = self.read(build_file_name(key))
         return value if value is not None and value["key"] == key else None
 
+    def get_protected(self, key: str) -> dict[str, Any] | None:
+        """Return the value of ``key`` as ``get`` does; None if another user may have written it.
+
+        Those are users other than this one and root, and the groups of the file.
+        """
+        check_own(self._root, self._kind)
+        value = self._read(build_file_name(key), _read_protected_file)
+        return value if value is not None and value["key"] == key else None
+
     def read(self, name: str) -> dict[str, Any] | None:
         """Return the value in a file; None if it is missing or damaged. Raises StoreError."""
+        return self._read(name, _read_file)
+
+    def _read(self, name: str, read_file: Callable[[str], bytes]) -> dict[str, Any] | None:
         path = os.path.join(self._directory, name)
         with translate_store_errors(self._root):
             try:
-                raw = read_again(functools.partial(_read_file, path))
+                raw = read_again(functools.partial(read_file, path))
             except FileNotFoundError:
                 return None
             except OSError as error:
@@ -101,6 +114,16 @@ class MetadataFiles:
 
 def _read_file(path: str) -> bytes:
     with open(open_regular(path), "rb", buffering=0) as file:
+        return file.read(_MAX_SIZE) or b""
+
+
+def _read_protected_file(path: str) -> bytes:
+    """Return the bytes of a file that only this user and root may write, else none."""
+    with open(open_regular(path), "rb", buffering=0) as file:
+        status = os.fstat(file.fileno())
+        is_own = status.st_uid in (os.geteuid(), 0)
+        if not is_own or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            return b""
         return file.read(_MAX_SIZE) or b""
 
 

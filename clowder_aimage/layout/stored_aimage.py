@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from clowder_aimage.content.buffer import CHUNK_SIZE
 from clowder_aimage.content.decompress import open_decompressed, parse_compression
+from clowder_aimage.content.gate import find_gate
 from clowder_aimage.content.store import BlobFiles, Body, ContentStore, Lease, Reader, Source
 from clowder_aimage.content.verified_reader import read_all
 from clowder_aimage.dialect import AImage, Dialect, detect
@@ -47,7 +48,17 @@ def lease_manifest(store: ContentStore, reference: Reference, lease: Lease) -> D
     while (descriptor := store.resolve(reference)) != leased:
         leased = descriptor
         lease.add(leased.digest)
+    admit(store, descriptor, reference)
     return descriptor
+
+
+def admit(store: Source, content: Descriptor, reference: Reference) -> None:
+    """Ask the policy about a stored manifest by the name that it is asked by, too.
+
+    Raises SignatureError: the policy does not accept it; NotFoundError, VerificationError.
+    """
+    if (gate := find_gate()) is not None:
+        gate.admit_asked(store, content, reference)
 
 
 def read_aimage(store: ContentStore, reference: Reference) -> StoredAImage:
@@ -56,7 +67,9 @@ def read_aimage(store: ContentStore, reference: Reference) -> StoredAImage:
     Raises NotFoundError: there is none, or its config is missing; ContentError: it is not an
     AImage, or not intact.
     """
-    return read_stored(store, store.resolve(reference))
+    root = store.resolve(reference)
+    admit(store, root, reference)
+    return read_stored(store, root)
 
 
 def read_stored(store: Source, descriptor: Descriptor) -> StoredAImage:

@@ -21,7 +21,9 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
+from clowder_aimage.content.gate import find_gate
 from clowder_aimage.distribution.blob_response import begin_response, send_body
+from clowder_aimage.distribution.catalog import Catalog
 from clowder_aimage.distribution.error import DistributionError
 from clowder_aimage.distribution.repository_name import read_digest, read_repository
 from clowder_aimage.distribution.role import build_read_routes
@@ -70,6 +72,7 @@ class ReadOnlyRegistry:
         self._store, self._node, self._ranges = store, node, ranges
         self.leases = ServedLeases(store, time.monotonic)
         self._handlers = functools.lru_cache(MAX_REGISTRIES)(self._new_handlers)
+        self._catalogs = functools.lru_cache(MAX_REGISTRIES)(functools.partial(Catalog, store))
 
     def build_routes(self) -> list[Route]:
         return [Route("GET", path, self._answer(path), NODE) for path in self._handlers("")]
@@ -86,6 +89,7 @@ class ReadOnlyRegistry:
             if host and path.endswith("/blobs/{digest}"):
                 digest = read_digest(request)
                 reference = Reference(host, read_repository(request), None, digest)
+                await run_io(self._check_policy, reference, digest)
                 if (response := await self._ranges.answer(request, reference, digest)) is not None:
                     return response
             response = await self._handlers(host)[path](request)
@@ -94,6 +98,15 @@ class ReadOnlyRegistry:
             return response
 
         return answer
+
+    def _check_policy(self, reference: Reference, digest: Digest) -> None:
+        """Raise DENIED for a blob, stored or not, of no manifest that the policy has accepted."""
+        gate = find_gate()
+        if gate is None or gate.has_admitted(digest):
+            return
+        self._catalogs(reference.registry or "").admit(reference.repository, digest)
+        if not gate.has_admitted(digest):
+            raise DistributionError("DENIED", {"digest": str(digest)})
 
 
 def _parse_namespace(request: web.Request) -> str:

@@ -34,6 +34,10 @@ AIMAGE_PICTURE_CONFIG = "application/vnd.clowder.aimage.picture.config.v1+json"
 # Suffixes of the media type of a compressed layer.
 COMPRESSIONS = ("gzip", "zstd")
 
+# Signatures: a bundle of sigstore, and cosign's form before version 3
+SIGSTORE_BUNDLE = "application/vnd.dev.sigstore.bundle.v0.3+json"
+SIMPLE_SIGNING = "application/vnd.dev.cosign.simplesigning.v1+json"
+
 # ollama's tensor models
 OLLAMA_TENSOR = "application/vnd.ollama.image.tensor"
 OLLAMA_JSON = "application/vnd.ollama.image.json"

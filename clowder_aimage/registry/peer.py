@@ -203,7 +203,8 @@ class PeerClient:
                 raise PeerError(f"peer {peer} sent another range")
             return PeerReader(peer, response, span.end - span.start, self._timeouts.range)
         response.finish()
-        if response.status_code not in (307, 404, BUSY, 502):
+        # 403: the policy of that node does not accept the content
+        if response.status_code not in (307, 403, 404, BUSY, 502):
             raise PeerError(f"peer {peer} answered {response.status_code}")
         nodes = response.headers.get(NODE_HEADER, "").replace(" ", "").split(",")[:MAX_NODES]
         return PeerRefusal(

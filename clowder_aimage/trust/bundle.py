@@ -12,10 +12,11 @@ from typing import Any
 
 from clowder_aimage.document.strict_json import read_json
 from clowder_aimage.errors import FormatError
+from clowder_aimage.oci import mediatype
 from clowder_aimage.oci.manifest import encode
 from clowder_aimage.trust.dsse import Envelope, encode_base64, read_base64, read_object
 
-MEDIA_TYPE = "application/vnd.dev.sigstore.bundle.v0.3+json"
+MEDIA_TYPE = mediatype.SIGSTORE_BUNDLE
 _MEDIA_TYPES = (MEDIA_TYPE, "application/vnd.dev.sigstore.bundle+json;version=0.3")
 # Bytes of a bundle.
 MAX_BUNDLE = 1 << 20

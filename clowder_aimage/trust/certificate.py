@@ -44,7 +44,7 @@ def parse_certificates(data: bytes, name: str) -> tuple[bytes, ...]:
         from cryptography.hazmat.primitives.serialization import Encoding
     try:
         certificates = x509.load_pem_x509_certificates(data)
-    except ValueError as error:
+    except (ValueError, x509.InvalidVersion) as error:
         raise UsageError(f"{name} has no certificate in PEM: {error}") from None
     return tuple(certificate.public_bytes(Encoding.DER) for certificate in certificates)
 
@@ -80,8 +80,11 @@ def verify_chain(
         )
         verifier.verify(leaf, others)
         _check_usage(leaf)
+        # It may be of a kind that is not supported.
+        leaf.public_key()
         return leaf, list_subjects(leaf)
-    except (ValueError, x509.ExtensionNotFound, verification.VerificationError) as error:
+    # Malformed certificates raise the errors of several parsers.
+    except Exception as error:
         reason = str(error).replace("\n", " ")[:200]
         raise FormatError(f"the signer's certificate is not accepted: {reason}") from None
 

@@ -112,7 +112,11 @@ class StorePlace(SignaturePlace):
         found: dict[Digest, Descriptor] = {}
         for _, entry in self._layout.iter_entries():
             if entry.extra.get("artifactType") == MEDIA_TYPE and entry.digest not in found:
-                manifest = self.read_manifest(entry)
+                try:
+                    manifest = self.read_manifest(entry)
+                except _REJECTIONS:
+                    # It may be of another manifest.
+                    continue
                 if manifest.subject is not None and manifest.subject.digest == subject:
                     found[entry.digest] = entry
                 if len(found) > MAX_REFERRERS:

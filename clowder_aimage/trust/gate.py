@@ -59,6 +59,8 @@ class PolicyGate:
         self._lock = threading.Lock()
         # The rules by which content was admitted: manifests, and the content that they list.
         self._admitted: dict[Digest, dict[str, dict[str, Any]]] = {}
+        # The manifests among these: a manifest may also be listed as a blob.
+        self._manifests: set[Digest] = set()
         # The accepted signatures of manifests: their manifest and their blob
         self._documents: dict[Digest, list[tuple[Descriptor, bytes]]] = {}
         self._warned: set[tuple[str, Digest]] = set()
@@ -95,6 +97,11 @@ class PolicyGate:
             hint="a blob has no signature: pull the AImage by its name",
         )
 
+    def demands(self, reference: Reference) -> bool:
+        """Return True if a rule refuses manifests of a repository without a signature."""
+        rule = self._policy.find(build_rule_name(reference))
+        return rule is not None and rule.mode is Mode.ENFORCE
+
     def has_admitted(self, digest: Digest) -> bool:
         """Return False for content of no admitted manifest, if a rule refuses manifests."""
         return not self._policy.is_enforced or digest in self._admitted
@@ -110,6 +117,25 @@ class PolicyGate:
     ) -> None:
         """Decide about a manifest, also by names that it is to get. Raises SignatureError."""
         assert isinstance(store, ImageLayout)  # noqa: S101 - the only store that asks
+        self._admit_named(store, content, references)
+
+    def admit_asked(self, store: Source, content: Descriptor, reference: Reference) -> None:
+        """Decide about a manifest, also by a name that is asked for. Raises SignatureError.
+
+        With a digest it need not be a name that the manifest has. It is not recorded: clients could
+        ask for any number of names.
+        """
+        # Other sources read from a layout.
+        if isinstance(store, ImageLayout) and content.media_type in mediatype.DOCUMENTS:
+            self._admit_named(store, content, (), asked=reference)
+
+    def _admit_named(
+        self,
+        store: ImageLayout,
+        content: Descriptor,
+        references: Sequence[Reference],
+        asked: Reference | None = None,
+    ) -> None:
         document = parse_content(read_all(_Unchecked(store).open(content), content), content)
         if is_signature(document):
             self._admit(document, content.digest, None, {})
@@ -118,7 +144,8 @@ class PolicyGate:
         names = set(record.get("names", ()))
         known = (*references, *_list_names(store, content.digest))
         names |= {build_rule_name(reference) for reference in known}
-        rules = {rule.id: rule for name in names if (rule := self._policy.find(name)) is not None}
+        judged = names | ({build_rule_name(asked)} if asked else set())
+        rules = {rule.id: rule for name in judged if (rule := self._policy.find(name)) is not None}
         if not names and not self._is_listed(store, content):
             self._refuse_unknown(content)
         accepted: dict[str, Any] = dict(record.get("accepted", {}))
@@ -162,7 +189,7 @@ class PolicyGate:
 
     def _is_listed(self, store: ImageLayout, content: Descriptor) -> bool:
         """Return True if an admitted index lists a manifest without a name of its own."""
-        if content.digest in self._admitted:
+        if content.digest in self._manifests:
             return True
         for _, entry in store.iter_entries():
             if entry.media_type not in mediatype.INDEXES:
@@ -197,7 +224,7 @@ class PolicyGate:
                 return _describe(
                     find_signature(_UncheckedPlace(store), subject, rule.signers, _now())
                 )
-            except SignatureError as error:
+            except (SignatureError, AccessError, FormatError) as error:
                 failure = failure or error
         if not rule.signers.offline:
             names = {*record.get("names", ()), *(x.name for x in _list_names(store, digest))}
@@ -257,6 +284,9 @@ class PolicyGate:
         with self._lock:
             if len(self._admitted) > _MAX_ADMITTED:
                 self._admitted.clear()
+                self._manifests.clear()
+            self._manifests.add(digest)
+            self._manifests.update(child.digest for child in _list_children(document))
             for content in contents:
                 entry = self._admitted.setdefault(content, {})
                 if rule is not None and content == digest:
@@ -268,14 +298,18 @@ class PolicyGate:
 def is_signature(document: Manifest | Index) -> bool:
     """Return True for an artifact with nothing but signatures: it is read to decide about others.
 
-    It has no layer that a model could have.
+    No dialect reads it as an AImage (``dialect.detect``).
     """
     if not isinstance(document, Manifest) or len(document.layers) > MAX_REFERRERS:
         return False
-    kinds = {layer.media_type for layer in document.layers}
-    is_small = all(child.size <= MAX_BUNDLE for child in document.children)
-    is_bundle = kinds == {MEDIA_TYPE} and document.config.media_type == mediatype.OCI_EMPTY
-    return is_small and (is_bundle or kinds == {simple_signing.MEDIA_TYPE})
+    if document.artifact_type not in ("", MEDIA_TYPE):
+        return False
+    if any(child.size > MAX_BUNDLE for child in document.children):
+        return False
+    kinds, config = {layer.media_type for layer in document.layers}, document.config.media_type
+    if kinds == {simple_signing.MEDIA_TYPE} and config == mediatype.OCI_CONFIG:
+        return all(simple_signing.SIGNATURE in layer.annotations for layer in document.layers)
+    return kinds == {MEDIA_TYPE} and config == mediatype.OCI_EMPTY
 
 
 def _keep_signature(
@@ -329,12 +363,26 @@ def _now() -> datetime:
 
 
 def _read_record(store: ImageLayout, digest: Digest) -> dict[str, Any]:
-    return MetadataFiles(store.root, RECORDS).get(str(digest)) or {}
+    """Return the record of a manifest, with the demands in those of read-only stores.
+
+    What admitted it counts in this store only, and, as the indexes that list it, only from a file
+    that no other user may have written.
+    """
+    record = MetadataFiles(store.root, RECORDS).get_protected(str(digest)) or {}
+    names, indexes = set(record.get("names", ())), set(record.get("indexes", ()))
+    for root in store.roots:
+        files = MetadataFiles(root, RECORDS)
+        names.update((files.get(str(digest)) or {}).get("names", ()))
+        indexes.update((files.get_protected(str(digest)) or {}).get("indexes", ()))
+    return record | {"names": sorted(names), "indexes": sorted(indexes)}
 
 
 def _write_record(store: ImageLayout, digest: Digest, value: dict[str, Any]) -> None:
+    files, key = MetadataFiles(store.root, RECORDS), str(digest)
     try:
-        MetadataFiles(store.root, RECORDS).put(str(digest), value, durable=True)
+        # One in a group's store is not believed, and would be written each time.
+        if files.get(key) != {"key": key} | value:
+            files.put(key, value, durable=True)
     except AccessError as error:
         # A store that only others write is decided about each time.
         _log.debug("cannot record the decision about %s: %s", digest, error)

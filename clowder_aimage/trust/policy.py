@@ -10,17 +10,24 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from clowder_aimage.errors import UsageError
 from clowder_aimage.oci import Reference
+from clowder_aimage.oci.reference import DOCKER_HUB
 from clowder_aimage.trust.acceptance import Format, Signers
 from clowder_aimage.trust.certificate import Identity, parse_certificates
 from clowder_aimage.trust.key import MAX_FILE, PublicKey
+
+# The host of a registry alone, rather than a local name with a dot such as sd-v1.5
+_BARE_HOST = re.compile(r"(?:localhost|(?:[a-z0-9-]+\.)+[a-z]{2,})(?::[0-9]+)?")
+# What * may stand for: a part of a name, of a path, of a host, of a port
+_EXAMPLES = ("x", "x/x", "x.example", "1")
 
 
 class Mode(StrEnum):
@@ -35,7 +42,8 @@ class Mode(StrEnum):
 class Rule:
     """A rule for the repositories whose names match a pattern.
 
-    ``source`` is its file with its position, ``id`` a hash of what it demands, keys included.
+    ``source`` is its file with its position, ``id`` a hash of what it demands, keys included, which
+    are in ``files``.
     """
 
     pattern: str
@@ -43,6 +51,7 @@ class Rule:
     signers: Signers
     source: str
     id: str
+    files: tuple[Path, ...]
 
     def matches(self, name: str) -> bool:
         """Return True if the rule is for a repository, by its name with the host."""
@@ -51,10 +60,15 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """Rules in order, and the ``version``: a hash of all of them."""
+    """Rules in order, and the ``version``: a hash of all of them.
+
+    They are in ``documents``, which name the ``files`` of keys and certificates.
+    """
 
     rules: tuple[Rule, ...]
     version: str
+    documents: tuple[Path, ...] = ()
+    files: tuple[Path, ...] = ()
 
     def find(self, name: str) -> Rule | None:
         """Return the rule that decides about a repository, None if there is none."""
@@ -68,10 +82,18 @@ class Policy:
 
 def build_rule_name(reference: Reference) -> str:
     """Return the name of a repository, as rules are compared with it."""
-    name = reference.canonical.name
-    host, slash, path = name.partition("/")
-    # Hosts are compared without case
-    return f"{host.lower()}{slash}{path}" if reference.registry else name
+    if reference.registry is None:
+        return reference.name
+    return replace(reference, registry=_normalize_host(reference.registry)).canonical.name
+
+
+def _normalize_host(host: str) -> str:
+    """Return the spelling of a registry's host in names: one for those that reach the same one."""
+    host = host.lower()
+    # Registries of this machine are usually asked over HTTP.
+    port = ":80" if Reference(host, "x").is_loopback else ":443"
+    host = host.removesuffix(port)
+    return "docker.io" if host in DOCKER_HUB else host
 
 
 def is_covered(text: str, pattern: str) -> bool:
@@ -106,7 +128,9 @@ def build_policy(documents: Sequence[tuple[Path, dict[str, Any]]]) -> Policy:
         _check_reached(own)
         rules += own
     version = hashlib.sha256("".join(rule.pattern + rule.id for rule in rules).encode())
-    return Policy(tuple(rules), version.hexdigest())
+    files = dict.fromkeys(file for rule in rules for file in rule.files)
+    paths = tuple(path for path, _ in documents)
+    return Policy(tuple(rules), version.hexdigest(), paths, tuple(files))
 
 
 def _check_reached(rules: Sequence[Rule]) -> None:
@@ -153,12 +177,41 @@ def _build_rule(path: Path, number: int, default: Mode, entry: dict[str, Any]) -
     material += [] if root is None else [read(root)[0]]
     text = json.dumps([entry, mode], sort_keys=True).encode()
     digest = hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in (text, *material)))
-    return Rule(_normalize(entry["pattern"]), mode, signers, source, digest.hexdigest())
+    named = (*entry.get("keys", ()), *(name for name in (authority, root) if name is not None))
+    files = tuple(path.parent / name for name in named)
+    pattern = _build_pattern(source, entry["pattern"])
+    return Rule(pattern, mode, signers, source, digest.hexdigest(), files)
 
 
-def _normalize(pattern: str) -> str:
-    host, slash, path = pattern.partition("/")
-    return f"{host.lower()}{slash}{path}"
+def _build_pattern(source: str, text: str) -> str:
+    """Return a pattern as names are spelt. Raises UsageError: no name can match it."""
+    if (pattern := _normalize(text)) is not None:
+        return pattern
+    better = text.partition("://")[2] or text
+    host, _, path = better.partition("/")
+    path = re.sub(r"[:@].*", "", path).lower()
+    better = f"{host}/{path if path and not path.endswith('/') else path + '*'}"
+    hint = f"write {_normalize(better)}" if _normalize(better) else None
+    raise UsageError(f"{source} is for {text!r}, which no repository can be named", hint=hint)
+
+
+def _normalize(text: str) -> str | None:
+    host, slash, path = text.partition("/")
+    pattern = f"{_normalize_host(host)}{slash}{path}"
+    if _BARE_HOST.fullmatch(pattern):
+        return None
+    if "*" not in pattern and path:
+        # docker.io/alpine
+        pattern = Reference(_normalize_host(host), path).canonical.name
+    for example in _EXAMPLES:
+        try:
+            name = build_rule_name(Reference.parse(pattern.replace("*", example)))
+        except UsageError:
+            continue
+        # It may have a tag.
+        if is_covered(name, pattern):
+            return pattern
+    return None
 
 
 def _read_file(directory: Path, name: str) -> tuple[bytes, str]:

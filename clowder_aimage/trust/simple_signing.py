@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from clowder_aimage.document.strict_json import read_json
 from clowder_aimage.errors import FormatError
-from clowder_aimage.oci import Descriptor, Digest
+from clowder_aimage.oci import Descriptor, Digest, mediatype
 from clowder_aimage.oci.manifest import encode
 from clowder_aimage.trust.dsse import encode_base64, read_base64, read_object
 
-MEDIA_TYPE = "application/vnd.dev.cosign.simplesigning.v1+json"
+MEDIA_TYPE = mediatype.SIMPLE_SIGNING
 SIGNATURE = "dev.cosignproject.cosign/signature"
 _TYPE = "cosign container image signature"
 # The specification's example has the second spelling, cosign writes the first.

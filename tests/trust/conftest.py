@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from clowder_aimage.config import trust_policy
+from clowder_aimage.content.gate import GATES
 from tests.abridged import abridge
 from tests.process import Aimage
 from tests.store import copy_store
@@ -36,12 +37,15 @@ def pushed(aimage: Callable[..., Aimage], small_store: Path, repository: str) ->
 
 
 @pytest.fixture(autouse=True)
-def without_machine_policy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def without_machine_policy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """Replace the policy of this machine by a file of the test, which does not exist yet."""
     path = tmp_path / "machine" / "trust.yaml"
     path.parent.mkdir()
     monkeypatch.setattr(trust_policy, "SYSTEM_FILES", [path])
-    return path
+    GATES.clear()
+    yield path
+    # Another process: the policy of this one has not disappeared.
+    GATES.clear()
 
 
 @pytest.fixture

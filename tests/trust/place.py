@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from clowder_aimage.content.gate import GATES
 from tests.process import Aimage
 from tests.trust.key_files import write_key
 
@@ -30,6 +31,11 @@ class Place:
 
     def enforce(self, pattern: str = "", **rule: Any) -> None:
         write_policy(self.machine, pattern or f"{self.repository}*", self.public, **rule)
+
+    def lift(self) -> None:
+        """Remove the policy, for processes that begin afterwards."""
+        self.machine.unlink(missing_ok=True)
+        GATES.clear()
 
     def sign(self, *options: object) -> None:
         self.here("sign", self.name, "--key", self.private, "-q", *options)

@@ -246,6 +246,31 @@ def test_another_certificate_does_not_count(options: dict[str, Any], reason: str
         accept_bundle(sign_with_certificate(**options), SUBJECT, EXPECTED, NOW)
 
 
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        # The version 3, the name of an extension, the curve P-256
+        ("a003020102", "a003020105"),
+        ("0603551d25", "0603551d0f"),
+        ("06082a8648ce3d030107", "06082a8648ce3d030109"),
+    ],
+)
+@pytest.mark.parametrize("position", [0, 1])
+def test_a_malformed_certificate_does_not_count(before: str, after: str, position: int) -> None:
+    der = encode_der(create_certificate(AUTHORITY, create_key("certified")))
+    damaged = der.replace(bytes.fromhex(before), bytes.fromhex(after), 1)
+    assert damaged != der
+    chain = (damaged,) if position == 0 else (der, damaged)
+    signer = KeySigner(create_key("certified"), "certified", chain)
+    raw = sign_with(signer, Format.BUNDLE)(build_cosign_statement(SUBJECT))
+    if position and after != "a003020105":
+        # A certificate that is not needed is not read.
+        accept_bundle(raw, SUBJECT, EXPECTED, NOW)
+        return
+    with pytest.raises(FormatError, match="certificate is not accepted"):
+        accept_bundle(raw, SUBJECT, EXPECTED, NOW)
+
+
 def test_a_root_inside_a_bundle_and_a_signer_who_signs_certificates_do_not_count() -> None:
     other, key = create_authority("other"), create_key("certified")
     chain = (encode_der(create_certificate(other, key)), other.der)

@@ -15,6 +15,7 @@ import pytest
 
 from clowder_aimage.cli.console.option import UNCHECKED
 from clowder_aimage.cli.main import cli
+from clowder_aimage.content.gate import GATES
 from clowder_aimage.distribution.upstream import UpstreamRegistry
 from clowder_aimage.engine.model_fetch import find
 from clowder_aimage.errors import SignatureError
@@ -252,12 +253,13 @@ def test_the_rules_of_a_user_do_not_lift_those_of_the_machine(place: Place) -> N
     config.parent.mkdir(parents=True, exist_ok=True)
     config.write_text(json.dumps({"trust": {"rules": [{"pattern": "*", "mode": "off"}]}}))
     place.here("export", place.name, "out", code=5)
-    place.machine.unlink()
+    place.lift()
     place.here("export", place.name, "out", "-q")
     # A configuration that may have a policy is not left out because it is malformed.
     config.write_text('{"trust": {')
     place.here("export", place.name, "again", code=2)
     config.write_text("{")
+    GATES.clear()
     place.here("export", place.name, "again", "-q")
 
 
@@ -288,7 +290,7 @@ def test_signatures_travel_with_a_copy_and_a_push(place: Place, repository: str)
             place.empty("pull", place.name, "-q")
             place.empty("tag", place.name, target, "-q")
             place.empty("push", target, "-q")
-            place.machine.unlink()
+            place.lift()
         for form in ("bundle", "cosign-tag") if "copied" in target else ("bundle",):
             place.here(*("verify", target, "--signature", "--key", place.public, "--form", form))
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +62,27 @@ def test_an_exported_model_verifies_with_the_signature_of_its_files(
     (model / "linked").unlink()
     config.write_bytes(config.read_bytes() + b" ")
     assert "other bytes than the signed ones" in pushed(*check, code=5).err
+
+
+def test_a_directory_that_cannot_be_read_is_not_verified(
+    pushed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    private, public = write_key(tmp_path, "signer")
+    signature, model = tmp_path / "model.sig", tmp_path / "model"
+    pushed("sign", "small", "--key", private, "--as", "oms", "-o", signature)
+    pushed("export", "small", model)
+    (model / "more").mkdir()
+    (model / "more" / "file").write_text("not signed")
+    opened = os.open
+
+    def refuse(path: Any, *args: Any, **options: Any) -> int:
+        if path == "more":
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return opened(path, *args, **options)
+
+    monkeypatch.setattr(os, "open", refuse)
+    check = ("verify", "--directory", model, "--bundle", signature, "--key", public)
+    assert "Permission denied" in pushed(*check, code=1).err
 
 
 def test_an_index_is_signed_with_its_manifests(pushed: Any, tmp_path: Path) -> None:

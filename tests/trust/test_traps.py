@@ -85,7 +85,7 @@ DOORS = (("pull", "NAME"), ("copy", "NAME", "OTHER"), ("manifest", "fetch", "NAM
 def attach(place: Place, directory: Path, raw: bytes) -> None:
     reference = Reference.parse(place.name)
     with Repository(reference, ClientOptions(docker_config=directory)) as repository:
-        place.machine.unlink(missing_ok=True)
+        place.lift()
         content = repository.resolve(reference)
         _push_bundle(repository, reference, content, raw)
         place.enforce()

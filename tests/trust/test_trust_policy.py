@@ -39,6 +39,31 @@ def test_the_name_of_a_rule_is_the_canonical_one() -> None:
     assert build_rule_name(Reference.parse("shapes")) == "shapes"
 
 
+@pytest.mark.parametrize(
+    ("spelling", "host"),
+    [
+        ("index.docker.io", "docker.io"),
+        ("Registry-1.Docker.io:443", "docker.io"),
+        (f"{HOST}:443", HOST),
+        (HOST.upper(), HOST),
+        ("localhost:80", "localhost"),
+        ("127.0.0.1:80", "127.0.0.1"),
+        # Other registries
+        (f"{HOST}:80", f"{HOST}:80"),
+        (f"{HOST}:8443", f"{HOST}:8443"),
+        ("localhost:443", "localhost:443"),
+    ],
+)
+def test_the_spelling_of_a_host_makes_no_other_rule(
+    tmp_path: Path, spelling: str, host: str
+) -> None:
+    name = build_rule_name(Reference.parse(f"{spelling}/team/x:v1"))
+    assert name == f"{host}/team/x"
+    assert build(tmp_path, {"pattern": f"{spelling}/team/*", **KEYS}).find(name)
+    short = build_rule_name(Reference.parse(f"{spelling}/x"))
+    assert short == (f"{host}/library/x" if host == "docker.io" else f"{host}/x")
+
+
 def build(tmp_path: Path, *rules: dict[str, Any], **document: Any) -> Any:
     write_key(tmp_path, "signer")
     (tmp_path / "root.pem").write_bytes(create_authority().pem)
@@ -106,3 +131,35 @@ def test_a_policy_is_validated_by_its_schema(aimage: Any, tmp_path: Path) -> Non
     aimage()("validate", path)
     path.write_text("rules:\n  - pattern: '*'\n    kees: [signer.pub]\n")
     assert "kees" in aimage()("validate", path, code=5).out
+
+
+@pytest.mark.parametrize(
+    ("text", "pattern"),
+    [
+        ("docker.io/alpine", "docker.io/library/alpine"),
+        ("index.docker.io/alpine", "docker.io/library/alpine"),
+        *((text, text) for text in ("*", "*/x", "small", "sd-v1.5", "docker.io/al*", f"{HOST}*")),
+        *((text, text) for text in ("*.example.com/*", f"{HOST}:*/x", "reg:5000/x/*-int8", "a/b")),
+    ],
+)
+def test_a_pattern_is_spelt_as_names_are(tmp_path: Path, text: str, pattern: str) -> None:
+    assert build(tmp_path, {"pattern": text, **KEYS}).rules[0].pattern == pattern
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        (f"https://{HOST}/team/*", f"{HOST}/team/*"),
+        (f"{HOST}/Team/*", f"{HOST}/team/*"),
+        (f"{HOST}/team/x:v1", f"{HOST}/team/x"),
+        (f"{HOST}/team/x:*", f"{HOST}/team/x"),
+        (f"{HOST}/team/", f"{HOST}/team/*"),
+        (HOST, f"{HOST}/*"),
+        ("localhost:5000", "localhost:5000/*"),
+        ("team/", "team/*"),
+    ],
+)
+def test_a_pattern_that_no_name_can_match_is_refused(tmp_path: Path, text: str, hint: str) -> None:
+    with pytest.raises(UsageError, match="no repository can be named") as caught:
+        build(tmp_path, {"pattern": text, **KEYS})
+    assert caught.value.hint == f"write {hint}"
