@@ -656,6 +656,7 @@ class ModelScheduler:
         task = asyncio.create_task(sleeper.stop())
         self._unloads.add(task)
         task.add_done_callback(self._unloads.discard)
+        task.add_done_callback(lambda _: self.arrange())
         return task
 
     async def stop(self, model: ModelSlot) -> None:

@@ -135,6 +135,38 @@ def test_a_sleeping_model_expires_and_can_be_stopped(gpu: Any) -> None:
     played(gpu, play, clock=lambda: timestamp, free=lambda: 8 * _MIB)
 
 
+def test_a_request_is_served_after_a_sleeping_model_ended(
+    gpu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request that came while the process of a sleeping model ended."""
+    timestamp, may_end = 0.0, asyncio.Event()
+    stop = GpuRunner.stop
+
+    async def stop_later(self: GpuRunner) -> None:
+        await may_end.wait()
+        await stop(self)
+
+    monkeypatch.setattr(GpuRunner, "stop", stop_later)
+
+    async def play(engine: Any) -> None:
+        nonlocal timestamp
+        await served(engine, job("tiny"))
+        timestamp += 200
+        await served(engine, job("other"))
+        # Of the sleeping model the keep-alive is over, and not of the other one
+        timestamp += 150
+        expiring = asyncio.create_task(engine.expire())
+        await until_async(lambda: bool(engine._scheduler._unloads))
+        client = Client(engine, job("tiny"))
+        await until_async(lambda: bool(engine._scheduler._queue))
+        may_end.set()
+        async with asyncio.timeout(5):
+            assert isinstance((await client.result())[-1], ImageEvent)
+        await expiring
+
+    played(gpu, play, clock=lambda: timestamp, free=lambda: 8 * _MIB)
+
+
 def test_models_of_the_machine_and_of_the_gpu_do_not_share_memory(
     gpu: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
