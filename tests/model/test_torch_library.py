@@ -193,18 +193,21 @@ def test_layers_are_loaded_one_by_one_where_memory_is_short(tmp_path: Path) -> N
     )  # it was released for the decoder
     module = pipeline.networks.transformer.get().module
 
-    def note(*_: Any) -> None:
+    def find_on_device() -> list[bool]:
         layers = [*module.noise_refiner, *module.context_refiner, *module.layers]
-        states.append([one.feed_forward.w1.weight.dtype == torch.float32 for one in layers])
+        return [one.feed_forward.w1.weight.dtype == torch.float32 for one in layers]
+
+    def note(*_: Any) -> None:
+        states.append(find_on_device())
 
     hooks = [one.register_forward_pre_hook(note) for one in module.layers]
-    pictures(pipeline)
+    for event in pipeline.generate(REQUEST):
+        if isinstance(event, Step):
+            assert not any(find_on_device())
+            assert module.x_pad_token.dtype == torch.float32
     assert len(states) == REQUEST.sampling.steps * len(hooks) and {sum(one) for one in states} == {
         1
     }
-    note()
-    assert not any(states[-1])
-    assert module.x_pad_token.dtype == torch.float32
     pipeline.networks.budget.limit = least - 1
     with pytest.raises(UsageError, match="of memory are insufficient for this model"):
         pipeline.generate(REQUEST)

@@ -48,6 +48,11 @@ class BlockRunner:
         """Call blocks as they are: their tensors are on the device only while they run."""
         self.form = CompiledForm(NEVER)
 
+    def close(self) -> None:
+        """Drop what was recorded: the tensors of the blocks are about to be released."""
+        self.form.close()
+        self.passes.clear()
+
     @property
     def has_branches(self) -> bool:
         """Return True if adapters have branches in the blocks."""

@@ -92,6 +92,11 @@ class CompiledForm:
         self.mode, self._start = mode, start
         self._ready: set[Hashable] = set()
         self._begun: set[Hashable] = set()
+        self._is_closed = False
+
+    def close(self) -> None:
+        """Expect that a thread fails: the tensors of the blocks are about to be released."""
+        self._is_closed = True
 
     def is_ready(self, variant: Hashable) -> bool:
         """Return True if a variant is compiled."""
@@ -121,7 +126,8 @@ class CompiledForm:
             self._compile(variant, warm)
         except Exception as error:
             # Compilers raise errors of many libraries; the blocks can be called as they are
-            _log.warning("blocks stay uncompiled", extra={"error": _describe(error)})
+            level = logging.DEBUG if self._is_closed else logging.WARNING
+            _log.log(level, "blocks stay uncompiled", extra={"error": _describe(error)})
 
     def _compile(self, variant: Hashable, warm: Callable[[Run], None]) -> None:
         # Code that is compiled in another mode is other code

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from clowder_aimage.model.torch.blocks import BlockRunner
-from clowder_aimage.model.torch.operation import join_layers
+from clowder_aimage.model.torch.operation import Branching, join_layers
 
 
 class TorchNetwork:
@@ -39,6 +39,16 @@ class TorchNetwork:
         if is_copied:
             join_layers(self.module)
         self.compile()
+
+    def close(self) -> None:
+        """Release all tensors: a thread that compiles blocks has the network, and then fails."""
+        if self.blocks is not None:
+            self.blocks.close()
+        for layer in self.module.modules():
+            vars(layer)["_parameters"].clear()
+            vars(layer)["_buffers"].clear()
+            if isinstance(layer, Branching):
+                layer.set_branch(None)
 
     def compile(self) -> None:
         """Begin to compile, or compile, by the mode of the library."""
