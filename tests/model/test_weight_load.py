@@ -217,6 +217,27 @@ def test_a_model_that_is_copied_makes_the_same_picture(copied: Any, tmp_path: Pa
     assert copied.library._queue.hosts
 
 
+def test_the_memory_of_joined_weights_is_returned_before_blocks_are_compiled(
+    copied: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device keeps what is freed, in pieces that are too small for the arrays of a picture."""
+    from clowder_aimage.model.torch import network
+    from clowder_aimage.model.torch.operation import join_layers
+
+    done: list[str] = []
+
+    def join(module: Any) -> bool:
+        is_joined = join_layers(module)
+        done.append("join")
+        return is_joined
+
+    monkeypatch.setattr(network, "join_layers", join)
+    monkeypatch.setattr(network.TorchNetwork, "compile", lambda _: done.append("compile"))
+    monkeypatch.setattr(type(copied.library.memory), "clear", lambda _: done.append("clear"))
+    copied.networks.transformer.get()
+    assert done == ["join", "clear", "compile"]
+
+
 def test_a_damaged_model_is_named(copied: Any) -> None:
     """A blob that shrank after the check ends the load with the sentence of the thread."""
     weights = copied.networks.weights["transformer"]

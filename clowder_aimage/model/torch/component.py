@@ -100,7 +100,8 @@ class _NetworkLoader:
         network, is_again = self._checked or self._make(), self._checked is None
         self._checked = None
         self._fill(network, in_layers=in_layers, is_again=is_again)
-        network.finish(in_layers=in_layers, is_copied=self._is_copied)
+        clear = self._library.memory.clear
+        network.finish(in_layers=in_layers, is_copied=self._is_copied, clear=clear)
         return network
 
     def keep(self, is_stopped: Callable[[], bool]) -> None:
