@@ -163,6 +163,25 @@ def test_blocks_that_cannot_be_compiled_are_called_as_they_are(
     assert compiler.CompiledForm("never").select("a", fail) is compiler.call_block
 
 
+def test_each_thread_that_compiles_or_calls_has_as_many_variants() -> None:
+    """A new thread has the default of PyTorch, beyond which blocks would not be compiled."""
+    limits: list[int] = []
+    form = compiler.CompiledForm("now")
+
+    def note(_: Any) -> None:
+        limits.append(torch._dynamo.config.recompile_limit)
+
+    def call() -> None:
+        # It is compiled by the other thread
+        note(form.select("a", note))
+
+    for function in (lambda: form.select("a", note), call):
+        thread = threading.Thread(target=function)
+        thread.start()
+        thread.join()
+    assert limits == [64, 64]
+
+
 def test_a_network_that_is_released_while_it_is_compiled_frees_its_tensors(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
