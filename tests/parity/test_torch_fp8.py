@@ -110,6 +110,17 @@ def test_matrices_take_a_byte_for_a_value(store: ImageLayout) -> None:
     assert sizes[1] - sizes[0] == 3 * count > 0
 
 
+def test_weights_that_are_read_from_files_are_not_kept_on_the_host(store: ImageLayout) -> None:
+    coded, exact = load(store, "plain"), load(store, "plain", None)
+    layer = NAME.rpartition("/")[2]
+    for pipeline, is_kept in ((coded, False), (exact, True)):
+        pipeline.library.host_room = 1 << 30
+        pipeline.networks.transformer.keep(lambda: False)
+        weights, host = pipeline.networks.weights["transformer"], pipeline.library.host
+        (values,) = weights.find(layer).ranges
+        assert (host.find(values) is not None) == is_kept and host.size
+
+
 @pytest.mark.parametrize("tag", ["int8", "mxfp8"])
 def test_other_codes_are_refused(store: ImageLayout, tag: str) -> None:
     with pytest.raises(ModelError, match=f"cannot be computed in fp8: it is {tag} with a") as none:

@@ -107,10 +107,12 @@ class _NetworkLoader:
     def keep(self, is_stopped: Callable[[], bool]) -> None:
         """Copy the weights to the memory of this machine, for the next load, if there is room.
 
-        Raises StoreError.
+        Those that are computed in fp8 are always read from their files. Raises StoreError.
         """
         cache = self._library.host
         for name in self._parameters:
+            if self._row_scaled.has(name):
+                continue
             for values in self._weights.find(name).ranges:
                 if is_stopped():
                     return
