@@ -56,6 +56,23 @@ def test_arrays_are_of_the_compute_type_and_integers_stay() -> None:
         library.to_pixels(torch.tensor([0.0, float("nan")]))
 
 
+def test_arrays_are_copied_to_a_gpu_without_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    from clowder_aimage.model.torch.library import TorchLibrary
+
+    library, waits = TorchLibrary("cpu", torch.float32), list[bool]()
+    copy = torch.Tensor.to
+
+    def note(self: Any, *target: Any, non_blocking: bool = False) -> Any:
+        waits.append(not non_blocking)
+        return copy(self, *target)
+
+    monkeypatch.setattr(torch.Tensor, "to", note)
+    for kind in ("cpu", "cuda"):
+        library.memory.kind = kind
+        library._copy(np.zeros(3, np.float32))
+    assert waits == [True, False]
+
+
 def test_pixels_are_those_of_numpy() -> None:
     """The bytes are made on the device: rounded as numpy rounds them."""
     from clowder_aimage.model.flow.pixels import to_pixels
