@@ -205,6 +205,28 @@ def test_a_network_that_is_released_while_it_is_compiled_frees_its_tensors(
     assert np.array_equal(pixels(pipeline), expected)
 
 
+def test_blocks_that_become_ready_after_they_were_selected_are_not_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A recording of blocks that are not compiled would be replayed from then on."""
+    begun: list[Any] = []
+    form = compiler.CompiledForm
+    monkeypatch.setattr(form.__init__, "__defaults__", (begun.append,))
+    monkeypatch.setattr(compiler, "_compile", lambda: None)
+    blocks = load(tmp_path, compile="background").networks.transformer.get().blocks
+    blocks.select()
+    monkeypatch.setattr(type(blocks.passes), "run", lambda *_: pytest.fail("recorded"))
+    select = blocks.select
+
+    def select_before() -> Any:
+        run = select()
+        blocks.form._ready.add(blocks.has_branches)
+        return run
+
+    monkeypatch.setattr(blocks, "select", select_before)
+    assert blocks.run(lambda run, x: (run, x), 5) == (compiler.call_block, 5)
+
+
 @pytest.mark.no_cover
 def test_recorded_passes_replay_compiled_blocks_until_tensors_change(
     tmp_path: Path, counter: Any
