@@ -64,6 +64,10 @@ class LateStream(CopyStream):
         self._done = 0
         self.most = 0
 
+    @property
+    def is_idle(self) -> bool:
+        return self._done == len(self._copies)
+
     def using(self) -> Any:
         # What is computed on the stream comes after its copies
         self.mark()()
@@ -98,8 +102,12 @@ def write(path: Path, arrays: dict[str, np.ndarray]) -> dict[str, Any]:
 def load_all(tensors: list[StoredTensor], dtype: Any, device_queue: Any, threads: int = 3) -> Any:
     cache = HostCache(device_queue)
     load = StagedLoad("cpu", dtype, device_queue, cache, threads=threads, chunk=CHUNK)
-    values = [load.read(tensor) for tensor in tensors]
-    load.finish()
+    try:
+        values = [load.read(tensor) for tensor in tensors]
+        load.finish()
+    except StoreError:
+        load.cancel()
+        raise
     return values
 
 
@@ -190,9 +198,12 @@ def test_an_error_in_a_thread_ends_the_load(tmp_path: Path, damage: str, message
     else:
         (tmp_path / "it").unlink()
     before = threading.active_count()
+    device = RecordedQueue()
     with pytest.raises(StoreError, match=message):
-        load_all(tensors, torch.float32, RecordedQueue())
+        load_all(tensors, torch.float32, device)
     assert threading.active_count() == before
+    # Copies that were called before have ended: their memory is released now
+    assert all(stream.is_idle for stream in device.streams)
 
 
 def test_an_error_of_the_main_thread_ends_the_others(tmp_path: Path) -> None:
