@@ -51,8 +51,8 @@ class MeasuredSizes:
     def _describe_settings(self, reference: Reference) -> str:
         """Return the settings on which a size depends."""
         limits = self.limits
-        settings = limits.get_backend(str(reference)), limits.device, limits.dtype, limits.context
-        return " ".join(str(setting) for setting in (*settings, limits.parallel))
+        settings = limits.get_backend(str(reference)), limits.device, limits.dtype, limits.compute
+        return " ".join(str(each) for each in (*settings, limits.context, limits.parallel))
 
     def _read_sizes(self, digest: Digest) -> dict[str, int]:
         value = (read_description(self.store.root, MEASURED, digest) or {}).get("sizes")

@@ -387,7 +387,8 @@ class ModelScheduler:
             # Their memory will be free
             return True
         if (plan := self._plan(model)) is None:
-            return False
+            # Copies of models that sleep take the machine's memory
+            return self._find_memory(model) is None and self._end_sleepers()
         models: dict[Hashable, ModelSlot] = {each.key: each for each in self.list_loaded()}
         for evicted in plan.evicted:
             self._evict(models[evicted.key], model)
@@ -656,7 +657,15 @@ class ModelScheduler:
         task = asyncio.create_task(sleeper.stop())
         self._unloads.add(task)
         task.add_done_callback(self._unloads.discard)
+        task.add_done_callback(lambda _: self.arrange())
         return task
+
+    def _end_sleepers(self) -> bool:
+        """End the processes of all models that sleep; return True if there are any."""
+        asleep = [model for model in self.models if model.sleeper is not None]
+        for model in asleep:
+            self._end_sleep(model)
+        return bool(asleep)
 
     async def stop(self, model: ModelSlot) -> None:
         """Unload a model at once; it serves no further requests."""

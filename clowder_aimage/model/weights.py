@@ -111,6 +111,16 @@ class ModelWeights:
         tensor = self._catalogue.find(name)
         return tensor.shape, None if tensor.quantization is not None else tensor.dtype
 
+    def get_code_type(self, name: str) -> str | None:
+        """Return the type of a tensor's codes by name, None if it has none.
+
+        Raises as ``get_shape_and_dtype``.
+        """
+        if (layer := self._catalogue.find_arriving(name)) is not None:
+            return None if layer.dtype in FLOATS else layer.dtype
+        quantization = self._catalogue.find(name).quantization
+        return None if quantization is None else quantization.type.name
+
     # -- MLX
 
     def load(self, dtype: mx.Dtype | None = None, *, keep_quantized: bool | None = None) -> None:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 
+from clowder_aimage.cli.verbs import replay
+from clowder_aimage.cli.worker.local_model import LocalOptions
+from clowder_aimage.errors import UsageError
 from clowder_aimage.model.picture import encode_picture
+from clowder_aimage.model.rounding import Rounding
 from tests.adapter.vectors import TINY
 from tests.picture_file import load_picture
 from tests.process import Aimage
@@ -71,6 +76,28 @@ def test_a_picture_is_made_again_as_it_was_made(
     said = here("replay", "t.png", "--device", "cpu", code=5).out
     assert "compiled, float32, 2 at once, and again on torch" in said
     assert said.strip().endswith("which may differ by 1/255: --tolerance 1 accepts it")
+
+
+@pytest.mark.parametrize(
+    ("forward", "modes"),
+    [("eager", ["never"]), ("compiled", ["now", "never"]), ("mixed", [None])],
+)
+def test_a_picture_is_made_again_in_its_form_whatever_the_default_is(
+    monkeypatch: pytest.MonkeyPatch, forward: str, modes: list[str | None]
+) -> None:
+    """On a machine without a compiler; on a GPU blocks are compiled by default."""
+    seen: list[str | None] = []
+
+    def load(_: object, __: object, options: LocalOptions, ___: object) -> Any:
+        seen.append(options.tuning.compile)
+        if options.tuning.compile == "now":
+            raise UsageError("no compiler")
+
+    monkeypatch.setattr(replay, "load_model", load)
+    others: Any = None
+    made, options = Rounding("", forward, "", 1), LocalOptions(backend="torch")
+    replay._load_as_made(made, others, others, options, others)
+    assert seen == modes
 
 
 def test_options_of_pytorch_are_refused_with_their_remedies(aimage: Callable[[], Aimage]) -> None:

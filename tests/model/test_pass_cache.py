@@ -84,6 +84,24 @@ def test_a_pass_that_exceeds_the_limit_is_not_recorded_again() -> None:
     assert device.recorded == [1, 2] and device.computed == [1, 2, 2, 2] and cache.size == 4
 
 
+def test_a_pass_that_cannot_be_recorded_is_computed() -> None:
+    """Its request is served, and no later one tries again."""
+    from clowder_aimage.model.torch.graph import PassCache
+
+    device = FakeDevice({1: 4})
+
+    def record(function: Any, inputs: Sequence[Any]) -> Any:
+        device.record(function, inputs)
+        if len(inputs[0]) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return FakePass(device, len(inputs[0]), function)
+
+    cache = PassCache(record, 10)
+    run(cache, device, 2, 2, 2, 1, 1)
+    assert device.recorded == [2, 1] and device.computed == [2, 2, 2, 1]
+    assert device.replayed == [1] and cache.size == 4
+
+
 def test_replaced_tensors_drop_all_passes() -> None:
     from clowder_aimage.model.torch.graph import PassCache
 
@@ -128,6 +146,8 @@ def test_a_pass_of_cuda_has_inputs_and_outputs_of_its_own(monkeypatch: pytest.Mo
         CUDAGraph=FakeGraph,
         graph=record,
         device=lambda _: nullcontext(),
+        current_stream=lambda _: "own",
+        set_stream=seen.append,
     )
     monkeypatch.setattr(torch, "cuda", fake)
 
@@ -141,3 +161,35 @@ def test_a_pass_of_cuda_has_inputs_and_outputs_of_its_own(monkeypatch: pytest.Mo
     other = recorded.replay([torch.full((3,), 7.0), torch.ones(3)])
     assert one.tolist() == [11.0] * 3 and other.tolist() == [15.0] * 3
     assert first[0].tolist() == [1.0] * 3
+
+
+def test_a_recording_of_cuda_that_fails_leaves_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the interface of CUDA graphs: their context raises before it leaves the stream."""
+    from contextlib import contextmanager, nullcontext
+    from types import SimpleNamespace
+
+    from clowder_aimage.model.torch.graph import CudaPass
+
+    streams = ["own"]
+
+    @contextmanager
+    def record(*_: Any, **__: Any) -> Any:
+        streams.append("recording")
+        yield
+
+    def compute(_: Sequence[Any]) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    fake = SimpleNamespace(
+        memory_reserved=lambda _: 0,
+        empty_cache=lambda: None,
+        CUDAGraph=SimpleNamespace,
+        graph=record,
+        device=lambda _: nullcontext(),
+        current_stream=lambda _: streams[-1],
+        set_stream=streams.append,
+    )
+    monkeypatch.setattr(torch, "cuda", fake)
+    with pytest.raises(torch.OutOfMemoryError):
+        CudaPass(compute, [torch.ones(3)])
+    assert streams == ["own", "recording", "own"]

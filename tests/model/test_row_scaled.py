@@ -15,7 +15,7 @@ from clowder_aimage.tensor import Quantization
 from clowder_aimage.tensor.blob import BIAS, GLOBAL_SCALE, SCALE
 from clowder_aimage.tensor.float_code import E4M3, E8M0
 from tests.model.model_blobs import FolderStore
-from tests.model.quantized_blobs import made, opened
+from tests.model.quantized_blobs import Maker, made, opened
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("diffusers")
@@ -177,6 +177,24 @@ def test_a_device_without_products_is_named(module: Any, monkeypatch: pytest.Mon
     with pytest.raises(UsageError, match="its products are wrong"):
         module.check_fp8("cpu")
     module.check_fp8.cache_clear()
+
+
+@pytest.mark.parametrize("component", ["text_encoder", "transformer"])
+@pytest.mark.parametrize("kind", ["int8", "mxfp8"])
+def test_stored_codes_of_another_component_count_only_if_they_are_of_fp8(
+    tmp_path: Path, kind: str, component: str
+) -> None:
+    """Others have values of the compute type there; those of a transformer are refused."""
+    from clowder_aimage.model.library_choice import TorchTuning
+    from clowder_aimage.model.torch.library import TorchLibrary
+    from clowder_aimage.model.torch.row_scaled_weights import RowScaledWeights
+
+    maker = Maker(FolderStore(tmp_path), component=component)
+    for layer in range(3):
+        maker.quantized(f"layers.{layer}.w.weight", draw(64, 64).numpy(), kind, "combined", None)
+    library = TorchLibrary("cpu", torch.float32, TorchTuning(compute="fp8"))
+    found = RowScaledWeights(library, opened(maker)).has("layers.1.w.weight")
+    assert found == (kind == "mxfp8" or component == "transformer")
 
 
 # -- dequantization of other codes

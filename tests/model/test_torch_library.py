@@ -56,6 +56,23 @@ def test_arrays_are_of_the_compute_type_and_integers_stay() -> None:
         library.to_pixels(torch.tensor([0.0, float("nan")]))
 
 
+def test_arrays_are_copied_to_a_gpu_without_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    from clowder_aimage.model.torch.library import TorchLibrary
+
+    library, waits = TorchLibrary("cpu", torch.float32), list[bool]()
+    copy = torch.Tensor.to
+
+    def note(self: Any, *target: Any, non_blocking: bool = False) -> Any:
+        waits.append(not non_blocking)
+        return copy(self, *target)
+
+    monkeypatch.setattr(torch.Tensor, "to", note)
+    for kind in ("cpu", "cuda"):
+        library.memory.kind = kind
+        library._copy(np.zeros(3, np.float32))
+    assert waits == [True, False]
+
+
 def test_pixels_are_those_of_numpy() -> None:
     """The bytes are made on the device: rounded as numpy rounds them."""
     from clowder_aimage.model.flow.pixels import to_pixels
@@ -193,18 +210,21 @@ def test_layers_are_loaded_one_by_one_where_memory_is_short(tmp_path: Path) -> N
     )  # it was released for the decoder
     module = pipeline.networks.transformer.get().module
 
-    def note(*_: Any) -> None:
+    def find_on_device() -> list[bool]:
         layers = [*module.noise_refiner, *module.context_refiner, *module.layers]
-        states.append([one.feed_forward.w1.weight.dtype == torch.float32 for one in layers])
+        return [one.feed_forward.w1.weight.dtype == torch.float32 for one in layers]
+
+    def note(*_: Any) -> None:
+        states.append(find_on_device())
 
     hooks = [one.register_forward_pre_hook(note) for one in module.layers]
-    pictures(pipeline)
+    for event in pipeline.generate(REQUEST):
+        if isinstance(event, Step):
+            assert not any(find_on_device())
+            assert module.x_pad_token.dtype == torch.float32
     assert len(states) == REQUEST.sampling.steps * len(hooks) and {sum(one) for one in states} == {
         1
     }
-    note()
-    assert not any(states[-1])
-    assert module.x_pad_token.dtype == torch.float32
     pipeline.networks.budget.limit = least - 1
     with pytest.raises(UsageError, match="of memory are insufficient for this model"):
         pipeline.generate(REQUEST)

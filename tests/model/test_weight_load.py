@@ -64,6 +64,10 @@ class LateStream(CopyStream):
         self._done = 0
         self.most = 0
 
+    @property
+    def is_idle(self) -> bool:
+        return self._done == len(self._copies)
+
     def using(self) -> Any:
         # What is computed on the stream comes after its copies
         self.mark()()
@@ -98,8 +102,12 @@ def write(path: Path, arrays: dict[str, np.ndarray]) -> dict[str, Any]:
 def load_all(tensors: list[StoredTensor], dtype: Any, device_queue: Any, threads: int = 3) -> Any:
     cache = HostCache(device_queue)
     load = StagedLoad("cpu", dtype, device_queue, cache, threads=threads, chunk=CHUNK)
-    values = [load.read(tensor) for tensor in tensors]
-    load.finish()
+    try:
+        values = [load.read(tensor) for tensor in tensors]
+        load.finish()
+    except StoreError:
+        load.cancel()
+        raise
     return values
 
 
@@ -190,9 +198,12 @@ def test_an_error_in_a_thread_ends_the_load(tmp_path: Path, damage: str, message
     else:
         (tmp_path / "it").unlink()
     before = threading.active_count()
+    device = RecordedQueue()
     with pytest.raises(StoreError, match=message):
-        load_all(tensors, torch.float32, RecordedQueue())
+        load_all(tensors, torch.float32, device)
     assert threading.active_count() == before
+    # Copies that were called before have ended: their memory is released now
+    assert all(stream.is_idle for stream in device.streams)
 
 
 def test_an_error_of_the_main_thread_ends_the_others(tmp_path: Path) -> None:
@@ -215,6 +226,27 @@ def test_a_model_that_is_copied_makes_the_same_picture(copied: Any, tmp_path: Pa
     mapped.library._queue = DeviceQueue()
     assert np.array_equal(render(copied), render(mapped))
     assert copied.library._queue.hosts
+
+
+def test_the_memory_of_joined_weights_is_returned_before_blocks_are_compiled(
+    copied: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device keeps what is freed, in pieces that are too small for the arrays of a picture."""
+    from clowder_aimage.model.torch import network
+    from clowder_aimage.model.torch.operation import join_layers
+
+    done: list[str] = []
+
+    def join(module: Any) -> bool:
+        is_joined = join_layers(module)
+        done.append("join")
+        return is_joined
+
+    monkeypatch.setattr(network, "join_layers", join)
+    monkeypatch.setattr(network.TorchNetwork, "compile", lambda _: done.append("compile"))
+    monkeypatch.setattr(type(copied.library.memory), "clear", lambda _: done.append("clear"))
+    copied.networks.transformer.get()
+    assert done == ["join", "clear", "compile"]
 
 
 def test_a_damaged_model_is_named(copied: Any) -> None:

@@ -23,7 +23,7 @@ def compile_with(backend: Any) -> Iterator[None]:
 
     def forget() -> None:
         torch._dynamo.reset()
-        compiler._compile.cache_clear()
+        compiler._build_compiled.cache_clear()
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(library, "check_compiler", lambda _: None)

@@ -89,8 +89,9 @@ def test_floats_and_stored_codes_make_the_same_picture(store: ImageLayout) -> No
     aimage = read_aimage(store, Reference.parse("shapes:fp8")).aimage
     stored = {layer.name for layer in aimage.layers if layer.dtype == "mxfp8"}
     for pipeline in (plain, coded):
-        own = {f"transformer/{name}" for name in list_matrices(pipeline)}
-        assert own == {name.replace(".to_out.0.", ".to_out.") for name in stored}
+        sanitize = pipeline.networks.transformer.get().sanitize
+        names = {sanitize(name.removeprefix("transformer/")) for name in stored}
+        assert {*list_matrices(pipeline)} == names
     assert len(stored) == 21
 
 
@@ -109,6 +110,17 @@ def test_matrices_take_a_byte_for_a_value(store: ImageLayout) -> None:
     modules = exact.networks.transformer.get().module
     count = sum(modules.get_parameter(name).numel() for name in list_matrices(coded))
     assert sizes[1] - sizes[0] == 3 * count > 0
+
+
+def test_weights_that_are_read_from_files_are_not_kept_on_the_host(store: ImageLayout) -> None:
+    coded, exact = load(store, "plain"), load(store, "plain", None)
+    layer = NAME.rpartition("/")[2]
+    for pipeline, is_kept in ((coded, False), (exact, True)):
+        pipeline.library.host_room = 1 << 30
+        pipeline.networks.transformer.keep(lambda: False)
+        weights, host = pipeline.networks.weights["transformer"], pipeline.library.host
+        (values,) = weights.find(layer).ranges
+        assert (host.find(values) is not None) == is_kept and host.size
 
 
 @pytest.mark.parametrize("tag", ["int8", "mxfp8"])

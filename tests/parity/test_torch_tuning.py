@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -159,6 +161,70 @@ def test_blocks_that_cannot_be_compiled_are_called_as_they_are(
     assert vars(record)["error"] == "RuntimeError: no compiler"
     assert form.select("b", lambda _: None) is not compiler.call_block
     assert compiler.CompiledForm("never").select("a", fail) is compiler.call_block
+
+
+def test_each_thread_that_compiles_or_calls_has_as_many_variants() -> None:
+    """A new thread has the default of PyTorch, beyond which blocks would not be compiled."""
+    limits: list[int] = []
+    form = compiler.CompiledForm("now")
+
+    def note(_: Any) -> None:
+        limits.append(torch._dynamo.config.recompile_limit)
+
+    def call() -> None:
+        # It is compiled by the other thread
+        note(form.select("a", note))
+
+    for function in (lambda: form.select("a", note), call):
+        thread = threading.Thread(target=function)
+        thread.start()
+        thread.join()
+    assert limits == [64, 64]
+
+
+def test_a_network_that_is_released_while_it_is_compiled_frees_its_tensors(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread has the network until it ends, which it does before it compiles more."""
+    begun: list[Any] = []
+    form = compiler.CompiledForm
+    monkeypatch.setattr(form.__init__, "__defaults__", (begun.append,))
+    monkeypatch.setattr(compiler, "_compile", lambda: compiler.call_block)
+    pipeline = load(tmp_path, compile="background")
+    expected, networks = pixels(pipeline), pipeline.networks
+    held = [module.get() for module in (networks.transformer, networks.vae)]
+    assert len(begun) == len(held)
+    tensors = [weakref.ref(value) for one in held for value in one.module.parameters()]
+    pipeline.sleep()
+    assert tensors and not any(tensor() is not None for tensor in tensors)
+    caplog.set_level(logging.DEBUG, compiler.__name__)
+    caplog.clear()
+    for function in begun:
+        function()
+    assert [record.levelname for record in caplog.records] == ["DEBUG"] * len(begun)
+    assert np.array_equal(pixels(pipeline), expected)
+
+
+def test_blocks_that_become_ready_after_they_were_selected_are_not_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A recording of blocks that are not compiled would be replayed from then on."""
+    begun: list[Any] = []
+    form = compiler.CompiledForm
+    monkeypatch.setattr(form.__init__, "__defaults__", (begun.append,))
+    monkeypatch.setattr(compiler, "_compile", lambda: None)
+    blocks = load(tmp_path, compile="background").networks.transformer.get().blocks
+    blocks.select()
+    monkeypatch.setattr(type(blocks.passes), "run", lambda *_: pytest.fail("recorded"))
+    select = blocks.select
+
+    def select_before() -> Any:
+        run = select()
+        blocks.form._ready.add(blocks.has_branches)
+        return run
+
+    monkeypatch.setattr(blocks, "select", select_before)
+    assert blocks.run(lambda run, x: (run, x), 5) == (compiler.call_block, 5)
 
 
 @pytest.mark.no_cover

@@ -11,14 +11,18 @@ import pytest
 
 pytest.importorskip("prometheus_client")
 
+from clowder_aimage.create import create
 from clowder_aimage.engine import machine, scheduler
 from clowder_aimage.engine.admission import EngineLimits
 from clowder_aimage.engine.event import ImageEvent, StartedEvent
 from clowder_aimage.engine.process import ModelProcess
 from clowder_aimage.engine.runner import Runner
 from clowder_aimage.errors import ModelError
+from clowder_aimage.importer import Provenance
 from clowder_aimage.layout.layered_store import LayeredStore
 from clowder_aimage.model import library_choice
+from clowder_aimage.oci import Reference
+from tests.adapter.vectors import TINY
 from tests.store import copy_store
 from tests.wait import until_async
 from tests.worker.engine_runs import Client, FakeRunner, job, played, served, stocked
@@ -133,6 +137,64 @@ def test_a_sleeping_model_expires_and_can_be_stopped(gpu: Any) -> None:
         assert not engine._scheduler.models
 
     played(gpu, play, clock=lambda: timestamp, free=lambda: 8 * _MIB)
+
+
+def test_a_request_is_served_after_a_sleeping_model_ended(
+    gpu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request that came while the process of a sleeping model ended."""
+    timestamp, may_end = 0.0, asyncio.Event()
+    stop = GpuRunner.stop
+
+    async def stop_later(self: GpuRunner) -> None:
+        await may_end.wait()
+        await stop(self)
+
+    monkeypatch.setattr(GpuRunner, "stop", stop_later)
+
+    async def play(engine: Any) -> None:
+        nonlocal timestamp
+        await served(engine, job("tiny"))
+        timestamp += 200
+        await served(engine, job("other"))
+        # Of the sleeping model the keep-alive is over, and not of the other one
+        timestamp += 150
+        expiring = asyncio.create_task(engine.expire())
+        await until_async(lambda: bool(engine._scheduler._unloads))
+        client = Client(engine, job("tiny"))
+        await until_async(lambda: bool(engine._scheduler._queue))
+        may_end.set()
+        async with asyncio.timeout(5):
+            assert isinstance((await client.result())[-1], ImageEvent)
+        await expiring
+
+    played(gpu, play, clock=lambda: timestamp, free=lambda: 8 * _MIB)
+
+
+def test_models_that_sleep_leave_the_machines_memory_to_a_language_model(
+    gpu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of 12 MiB, of which 8 are free beside the copies."""
+    elsewhere = Provenance(source="a third place")
+    create(gpu, Reference.parse("third"), TINY, provenance=elsewhere)
+    monkeypatch.setattr(machine, "read_memory_limit", lambda: 16 * _MIB)
+    find_memory = scheduler.ModelScheduler._find_memory
+
+    def find(self: Any, model: Any) -> int | None:
+        # As if it were a language model on the CPU
+        return None if model.reference.repository == "third" else find_memory(self, model)
+
+    monkeypatch.setattr(scheduler.ModelScheduler, "_find_memory", find)
+
+    async def play(engine: Any) -> None:
+        for name in ("tiny", "other"):
+            await served(engine, job(name))
+        GpuRunner.log.clear()
+        async with asyncio.timeout(5):
+            assert isinstance((await served(engine, job("third")))[-1], ImageEvent)
+        assert GpuRunner.log == ["stop", "start"]
+
+    played(gpu, play, free=lambda: (16 if "stop" in GpuRunner.log else 8) * _MIB)
 
 
 def test_models_of_the_machine_and_of_the_gpu_do_not_share_memory(

@@ -213,6 +213,8 @@ def test_a_worker_plans_with_the_sizes_that_an_earlier_one_measured(
     assert measure("tiny", "other", memory=13 * _MIB)[0] == ["other", "tiny"]
     # That of another backend was not measured
     assert measure("tiny", "other", memory=12 * _MIB, backend="torch")[0] == ["other", "tiny"]
+    fp8 = measure("tiny", "other", memory=12 * _MIB, compute="fp8")
+    assert fp8[0] == ["other", "tiny"]
     # Nor was that of another version of the program
     monkeypatch.setattr("clowder_aimage.layout.description.__version__", "9.9.9")
     assert measure("tiny", "other", memory=12 * _MIB)[0] == ["other", "tiny"]

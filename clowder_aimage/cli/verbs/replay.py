@@ -45,6 +45,7 @@ from clowder_aimage.generation.request import ALPHA, GenerateRequest, LoraUse
 from clowder_aimage.model.adapter_source import OWN
 from clowder_aimage.model.library_choice import (
     BACKENDS,
+    NEVER,
     NOW,
     TORCH,
     TorchTuning,
@@ -52,7 +53,7 @@ from clowder_aimage.model.library_choice import (
     parse_backend,
     parse_compute,
 )
-from clowder_aimage.model.rounding import COMPILED, Rounding
+from clowder_aimage.model.rounding import COMPILED, MIXED, Rounding
 from clowder_aimage.oci import Descriptor, Digest, Reference
 
 if TYPE_CHECKING:
@@ -228,13 +229,17 @@ def _load_as_made(
     finder: AdapterFinder,
 ) -> RunnableModel:
     """Load the model in the form in which the picture was computed, if this machine can."""
-    if made.forward == COMPILED and options.backend == TORCH:
-        compiled = replace(options, tuning=replace(options.tuning, compile=NOW))
+    if options.backend != TORCH or made.forward == MIXED:
+        return load_model(fetched, request, options, finder)
+    compiled, eager = (
+        replace(options, tuning=replace(options.tuning, compile=mode)) for mode in (NOW, NEVER)
+    )
+    if made.forward == COMPILED:
         try:
             return load_model(fetched, request, compiled, finder)
         except UsageError as error:
             note(f"the picture was made with compiled layers; {error.message}")
-    return load_model(fetched, request, options, finder)
+    return load_model(fetched, request, eager, finder)
 
 
 def _read(picture: str) -> StoredPicture:

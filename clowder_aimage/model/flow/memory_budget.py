@@ -76,7 +76,11 @@ class OffloadedModule(Generic[N, C]):
 
     def release(self) -> None:
         """Release the network. Arrays computed with it must be evaluated before."""
-        self._network = None
+        network, self._network = self._network, None
+        # A thread may still have it
+        if network is not None and hasattr(network, "close"):
+            network.close()
+        del network
         if self.adaptation is not None:
             self.adaptation.release()
         self._clear()

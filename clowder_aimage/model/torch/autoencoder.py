@@ -291,6 +291,11 @@ class LatentDecoder(AutoencoderHalf):
         pixels: torch.Tensor = run(self.module.decoder, x)[0].permute(1, 2, 0)
         return pixels
 
+    def close(self) -> None:
+        """Release all tensors, as of ``TorchNetwork``."""
+        self._form.close()
+        super().close()
+
     def compile(self) -> None:
         """Begin to compile, or compile, by the mode of the library."""
         self._form.select(None, self._warm)

@@ -10,7 +10,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from clowder_aimage.model.library_choice import NEVER
-from clowder_aimage.model.torch.compiler import CompiledForm, Run, mark_variable
+from clowder_aimage.model.torch.compiler import CompiledForm, Run, call_block, mark_variable
 from clowder_aimage.model.torch.graph import PassCache
 from clowder_aimage.model.torch.library import TorchLibrary
 from clowder_aimage.model.torch.operation import Branch, Branching, iter_branching
@@ -48,6 +48,11 @@ class BlockRunner:
         """Call blocks as they are: their tensors are on the device only while they run."""
         self.form = CompiledForm(NEVER)
 
+    def close(self) -> None:
+        """Drop what was recorded: the tensors of the blocks are about to be released."""
+        self.form.close()
+        self.passes.clear()
+
     @property
     def has_branches(self) -> bool:
         """Return True if adapters have branches in the blocks."""
@@ -72,7 +77,8 @@ class BlockRunner:
         ``compute`` depends on, beside the shapes of the inputs.
         """
         run, has_branches = self.select(), self.has_branches
-        if not self.form.is_ready(has_branches):
+        # Blocks may have become ready since they were selected
+        if run is call_block or not self.form.is_ready(has_branches):
             return compute(run, *inputs)
         tensors, tree = pytree.tree_flatten(inputs)
 

@@ -23,6 +23,8 @@ from clowder_aimage.model.library_choice import NEVER, NOW
 Run = Callable[..., Any]
 # Variants of the code of one function; more are not compiled
 _VARIANTS = 64
+# PyTorch's settings of it, by version
+_LIMITS = "recompile_limit", "cache_size_limit"
 _log = logging.getLogger(__name__)
 
 
@@ -36,11 +38,17 @@ def _call_compiled(block: torch.nn.Module, *arguments: Any) -> Any:
     return block(*arguments)
 
 
-@functools.cache
 def _compile() -> Run:
-    for name in ("recompile_limit", "cache_size_limit"):
-        if hasattr(dynamo.config, name):
+    """Return the function that calls compiled blocks in this thread."""
+    # A thread has settings of its own; to set one, even to its value, takes time
+    for name in _LIMITS:
+        if getattr(dynamo.config, name, _VARIANTS) != _VARIANTS:
             setattr(dynamo.config, name, _VARIANTS)
+    return _build_compiled()
+
+
+@functools.cache
+def _build_compiled() -> Run:
     compiled: Run = torch.compile(_call_compiled)
     return compiled
 
@@ -92,6 +100,11 @@ class CompiledForm:
         self.mode, self._start = mode, start
         self._ready: set[Hashable] = set()
         self._begun: set[Hashable] = set()
+        self._is_closed = False
+
+    def close(self) -> None:
+        """Expect that a thread fails: the tensors of the blocks are about to be released."""
+        self._is_closed = True
 
     def is_ready(self, variant: Hashable) -> bool:
         """Return True if a variant is compiled."""
@@ -121,7 +134,8 @@ class CompiledForm:
             self._compile(variant, warm)
         except Exception as error:
             # Compilers raise errors of many libraries; the blocks can be called as they are
-            _log.warning("blocks stay uncompiled", extra={"error": _describe(error)})
+            level = logging.DEBUG if self._is_closed else logging.WARNING
+            _log.log(level, "blocks stay uncompiled", extra={"error": _describe(error)})
 
     def _compile(self, variant: Hashable, warm: Callable[[Run], None]) -> None:
         # Code that is compiled in another mode is other code

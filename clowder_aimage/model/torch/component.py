@@ -100,16 +100,19 @@ class _NetworkLoader:
         network, is_again = self._checked or self._make(), self._checked is None
         self._checked = None
         self._fill(network, in_layers=in_layers, is_again=is_again)
-        network.finish(in_layers=in_layers, is_copied=self._is_copied)
+        clear = self._library.memory.clear
+        network.finish(in_layers=in_layers, is_copied=self._is_copied, clear=clear)
         return network
 
     def keep(self, is_stopped: Callable[[], bool]) -> None:
         """Copy the weights to the memory of this machine, for the next load, if there is room.
 
-        Raises StoreError.
+        Those that are computed in fp8 are always read from their files. Raises StoreError.
         """
         cache = self._library.host
         for name in self._parameters:
+            if self._row_scaled.has(name):
+                continue
             for values in self._weights.find(name).ranges:
                 if is_stopped():
                     return

@@ -6,6 +6,7 @@ that the least recently used ones are dropped beyond a bound.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Hashable, Sequence
 from typing import Protocol
 
@@ -14,6 +15,7 @@ import torch
 Pass = Callable[[Sequence[torch.Tensor]], torch.Tensor]
 # Of the usable memory of a GPU, for recorded passes
 SHARE = 20
+_log = logging.getLogger(__name__)
 
 
 class RecordedPass(Protocol):
@@ -39,7 +41,7 @@ class PassCache:
         self._record, self._limit = record, limit
         # The first is the least recently used
         self._passes: dict[Hashable, RecordedPass] = {}
-        # Keys that ran once, or are too large
+        # Keys that ran once; and those that are too large, or cannot be recorded
         self._run_once: set[Hashable] = set()
         self._large: set[Hashable] = set()
 
@@ -60,7 +62,9 @@ class PassCache:
             if key not in self._run_once:
                 self._run_once.add(key)
                 return function(inputs)
-            recorded = self._record(function, inputs)
+            recorded = self._try_to_record(self._record, key, function, inputs)
+            if recorded is None:
+                return function(inputs)
         output = recorded.replay(inputs)
         if recorded.size > self._limit:
             self._large.add(key)
@@ -69,6 +73,21 @@ class PassCache:
             del self._passes[next(iter(self._passes))]
         self._passes[key] = recorded
         return output
+
+    def _try_to_record(
+        self, record: Record, key: Hashable, function: Pass, inputs: Sequence[torch.Tensor]
+    ) -> RecordedPass | None:
+        """Return a recorded pass; None if it cannot be recorded, which is not tried again.
+
+        Its memory, and that of its error, is free when this returns.
+        """
+        try:
+            return record(function, inputs)
+        except RuntimeError as error:
+            # A recording needs memory of its own, and may not wait for the device
+            self._large.add(key)
+            _log.debug("a forward pass is not recorded", extra={"error": str(error)[:200]})
+        return None
 
     def clear(self) -> None:
         """Drop all passes: tensors that they read are replaced, or the network is released."""
@@ -89,8 +108,14 @@ class CudaPass:
         self._graph = torch.cuda.CUDAGraph()
         # Other threads may use the device meanwhile
         options = {"capture_error_mode": "thread_local"}
-        with torch.cuda.device(device), torch.cuda.graph(self._graph, **options):
-            self._output = function(self._inputs)
+        stream = torch.cuda.current_stream(device)
+        try:
+            with torch.cuda.device(device), torch.cuda.graph(self._graph, **options):
+                self._output = function(self._inputs)
+        except BaseException:
+            # The end of a recording that failed leaves its stream as the current one
+            torch.cuda.set_stream(stream)
+            raise
         self.size = max(0, torch.cuda.memory_reserved(device) - before)
 
     def replay(self, inputs: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -264,7 +264,11 @@ class TorchLibrary:
         """Return values on the device."""
         if isinstance(values, torch.Tensor):
             return values
-        return torch.from_numpy(np.ascontiguousarray(values)).to(self.device)
+        # A copy that blocks would wait for all that a GPU has to do before it
+        is_queued = self.memory.kind == CUDA
+        return torch.from_numpy(np.ascontiguousarray(values)).to(
+            self.device, non_blocking=is_queued
+        )
 
     @computing
     def to_floats(self, array: torch.Tensor) -> Floats:

@@ -155,11 +155,12 @@ class LinearGroup(Branching):
         return tuple(y + change for y, change in zip(outputs, changes, strict=True))
 
 
-def join_layers(module: torch.nn.Module) -> None:
-    """Join all groups of linear layers of a network."""
-    for group in module.modules():
-        if isinstance(group, LinearGroup):
-            group.join()
+def join_layers(module: torch.nn.Module) -> bool:
+    """Join all groups of linear layers of a network; return True if it has any."""
+    groups = [group for group in module.modules() if isinstance(group, LinearGroup)]
+    for group in groups:
+        group.join()
+    return bool(groups)
 
 
 def iter_branching(module: torch.nn.Module) -> Iterator[Branching]:

@@ -38,7 +38,7 @@ class RowScaledWeights:
         if self._rule is None:
             return False
         shape, dtype = self._weights.get_shape_and_dtype(name)
-        if dtype is not None and not self._is_quantized:
+        if not self._is_quantized and self._weights.get_code_type(name) != ROW_SCALED.type.name:
             return False
         is_kept = self._rule.find_reason(name, dtype or FLOATS[0], shape) is not None
         return not is_kept and shape[0] % MULTIPLE == 0

@@ -127,11 +127,14 @@ class StagedLoad:
         try:
             with torch.inference_mode():
                 stage = _Stage(self._queue, self._cache, keeps=self._keeps, chunk=self._chunk)
-                while (job := self._jobs.get()) is not None:
-                    # After an error the rest is left out
-                    if self._error is None:
-                        self._fill(stage, *job)
-                stage.wait()
+                try:
+                    while (job := self._jobs.get()) is not None:
+                        # After an error the rest is left out
+                        if self._error is None:
+                            self._fill(stage, *job)
+                finally:
+                    # Memory that is still written to must not be released
+                    stage.wait()
         except BaseException as error:
             # Raised on the main thread
             self._error = self._error or error
