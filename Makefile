@@ -171,7 +171,7 @@ release-check: $(DEV)
 	$(BIN)/python -m tests.deploy.release --summary dist build/sbom '$(RELEASE)'
 
 # For every Python and platform, with the digests of all files. The index is not named in the files.
-LOCK    := $(TOOLS)/bin/uv pip compile --quiet --universal --python-version 3.11 --upgrade \
+LOCK    := $(TOOLS)/bin/uv pip compile --quiet --universal --python-version 3.11 --upgrade --no-strip-extras \
 	  --generate-hashes --no-header
 lock: $(TOOLS)/.installed
 	$(LOCK) pyproject.toml --extra text --extra llama --extra worker --extra zstd \
