@@ -61,3 +61,31 @@ def test_a_named_configuration_that_is_no_file(tmp_path: Path) -> None:
         read(tmp_path, is_explicit=True)
     # One at the default path that cannot be read has no policy
     assert read(tmp_path) is None
+
+
+@pytest.mark.usefixtures("system")
+def test_a_configuration_that_mentions_trust_elsewhere(tmp_path: Path) -> None:
+    own = tmp_path / "config.json"
+    own.write_text('{"registries": {"trust.example.com": {}}}')
+    assert read(own) is None
+
+
+def test_a_link_that_leads_nowhere_is_an_error(system: Path, tmp_path: Path) -> None:
+    """A mounted policy is a link to a directory that is replaced."""
+    (tmp_path / "current").symlink_to(tmp_path / "absent")
+    system.symlink_to(tmp_path / "current" / "trust.yaml")
+    with pytest.raises(UsageError, match="cannot use the policy"):
+        read(None)
+
+
+def test_links_in_a_circle_are_an_error(system: Path) -> None:
+    system.symlink_to(system)
+    with pytest.raises(UsageError, match="cannot use the policy"):
+        read(None)
+
+
+def test_the_first_gate_of_a_process_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    gates = ["that of a caller"]
+    monkeypatch.setattr(trust_policy, "GATES", gates)
+    trust_policy.use_trust_policy(UserFiles(lambda: None, lambda: False), lambda: None)  # type: ignore[arg-type,return-value]
+    assert gates == ["that of a caller"]
