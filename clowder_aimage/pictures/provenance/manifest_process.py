@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -115,7 +116,8 @@ def _describe_signature(manifest: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "signer": _shorten(signature.get("common_name") or signature.get("issuer")),
         "organization": _shorten(signature.get("issuer")),
-        "algorithm": _shorten(signature.get("alg")),
+        # The library writes Es256 for ES256
+        "algorithm": re.sub(r"^(Es|Ps)(?=\d)", _raise_case, _shorten(signature.get("alg"))),
         "time": _shorten(signature.get("time")),
         "agent": _shorten(f"{name} {version}".strip() or manifest.get("claim_generator")),
         "actions": [*_iter_actions(manifest)][:_MAX_LISTED],
@@ -155,6 +157,10 @@ def _find_generation(manifest: Mapping[str, Any]) -> object:
 def _list_codes(failures: list[Mapping[str, Any]]) -> list[str]:
     codes = (_shorten(failure.get("code")) for failure in failures)
     return [*dict.fromkeys(codes)][:_MAX_LISTED]
+
+
+def _raise_case(found: re.Match[str]) -> str:
+    return found[0].upper()
 
 
 def _shorten(value: object) -> str:
