@@ -62,7 +62,7 @@ STARTS = (
     ),
     Start(
         "gpu --tiny --root {place} --out {place}.jsonl --parts 'make,create,eager,worker eager'",
-        "| worker compiled: first picture s |",
+        "| worker eager: first picture s |",
         NETWORKS,
     ),
     Start("http_server --rounds 1 --mib 8", "| GET 8 MiB s |", (), REGISTRY),
