@@ -19,9 +19,11 @@ from clowder_aimage.content import (
 from clowder_aimage.content.copy_option import ignore
 from clowder_aimage.content.fetch import check_space
 from clowder_aimage.content.gate import find_gate
+from clowder_aimage.content.parts import PartsSource
 from clowder_aimage.content.platform import ANY, ManifestSelector, select
 from clowder_aimage.content.telemetry import start_span
 from clowder_aimage.dialect import AImage, Layer, detect
+from clowder_aimage.dialect.mountable import may_be_mountable, read_origin
 from clowder_aimage.dialect.packing import is_known_late
 from clowder_aimage.dialect.selection import LayerSelection
 from clowder_aimage.errors import AImageError, FormatError, UsageError
@@ -104,6 +106,7 @@ def pull(
             root = source.resolve(reference)
         with start_span("manifest"):
             plan = plan_copy(source, *select(source, root, reference, options.selector))
+            source, plan = _open_image(source, plan)
         if options.layers is not None:
             source, plan = _select_layers(source, plan, reference, options.layers, store)
         early: StoredAImage | None = None
@@ -153,6 +156,20 @@ def resolve_changed(
 def resolve_stored_name(reference: Reference, descriptor: Descriptor) -> Reference:
     """Return the name of a pulled manifest; for an index, the digest is that of its child."""
     return replace(reference, digest=descriptor.digest) if reference.digest else reference
+
+
+def _open_image(source: Source, plan: CopyPlan) -> tuple[Source, CopyPlan]:
+    """Return the AImage of a mountable image, as a source and its plan; else those given."""
+    _, image = plan.documents[-1]
+    if not isinstance(image, Manifest) or not may_be_mountable(image):
+        return source, plan
+    config = read_all(source.open(image.config), image.config, MAX_CONFIG_SIZE)
+    if (origin := read_origin(image, config)) is None:
+        return Overlay(source, plan.root, {image.config.digest: config}), plan
+    root = origin.manifest.descriptor
+    parts = PartsSource(source, origin.blobs)
+    overlay = Overlay(parts, root, {root.digest: origin.manifest.raw})
+    return overlay, plan_copy(overlay, root)
 
 
 def _select_layers(

@@ -37,7 +37,12 @@ from clowder_aimage.errors import (
     UsageError,
 )
 from clowder_aimage.layout import ImageLayout
-from clowder_aimage.layout.completeness import check_stored, describe_missing, suggest_completion
+from clowder_aimage.layout.completeness import (
+    check_stored,
+    describe_missing,
+    require_complete,
+    suggest_completion,
+)
 from clowder_aimage.layout.stored_aimage import StoredAImage, inflate, lease_manifest, read_aimage
 from clowder_aimage.oci import (
     MAX_MANIFEST_SIZE,
@@ -63,6 +68,8 @@ from clowder_aimage.trust.simple_signing import build_signature_tag
 
 _log = logging.getLogger("aimage.registry")
 
+# The form of an image that runtimes mount; not a dialect, because its blobs are others.
+MOUNTABLE = "image"
 OnFallback = Callable[[str, AImageError], None]
 OnRemembered = Callable[[str, str], None]
 
@@ -81,7 +88,8 @@ def push(
 ) -> Descriptor:
     """Push the artifact ``reference`` in ``store`` to the registry in that name.
 
-    A manifest is pushed unchanged, or rewritten in ``dialect``. If the registry refuses that kind
+    A manifest is pushed unchanged, or rewritten in ``dialect``; MOUNTABLE sends an image with the
+    model's files instead. If the registry refuses that kind
     of manifest, the next dialect is tried, unless ``fallback`` is off or the push is by digest; the
     blobs are already uploaded, and the local tag does not change. Dialects that the registry
     refused are stored in ``ladder``, and tried last by the next push without a ``dialect``. Blobs
@@ -123,7 +131,7 @@ def push(
                 plan = plan_copy(source, source.resolve(reference))
             # First: once the tag exists, its signatures do, too.
             _push_signatures(store, plan, reference, repository)
-            if stored is not None:
+            if stored is not None and dialect != MOUNTABLE:
                 source, plan = _order_missing_first(store, source, plan, stored, reference)
             return _copy(
                 source, reference, repository, connection.compute_connections(host), on_event, plan
@@ -131,6 +139,8 @@ def push(
 
         if stored is None:
             return send(store)
+        if dialect == MOUNTABLE:
+            return send(_build_image(store, stored, reference))
         names = [dialect or stored.dialect.name]
         if fallback and reference.digest is None:
             refused = memory.list_refused(host) if dialect is None else frozenset()
@@ -444,6 +454,14 @@ def _order_missing_first(
         **suggest_completion(store, reference, stored.descriptor, prefer_other=True),
     )
     return _PartialSource(source, absent, error), plan.put_first(absent)
+
+
+def _build_image(store: ContentStore, stored: StoredAImage, reference: Reference) -> Source:
+    # Only this form needs the exporter.
+    from clowder_aimage.exporter.image import ImageSource
+
+    require_complete(store, reference, stored)
+    return ImageSource(store, stored, reference)
 
 
 class _UnfitError(ModelError):

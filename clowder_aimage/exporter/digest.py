@@ -6,22 +6,21 @@ read, because its digest is in the manifest.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
-from clowder_aimage.content import ContentStore, VerifyingReader
+from clowder_aimage.content import ContentStore
 from clowder_aimage.content.buffer import new_buffer
 from clowder_aimage.content.decompress import open_decompressed
 from clowder_aimage.content.parallel import run_parallel
 from clowder_aimage.content.store import Reader
 from clowder_aimage.dialect import Layer
 from clowder_aimage.dialect.packing import is_packed
-from clowder_aimage.errors import FormatError, UsageError
+from clowder_aimage.errors import UsageError
+from clowder_aimage.exporter.file_segment import Segment, list_segments, read_verified
 from clowder_aimage.exporter.layer_store import LayerStore, is_ours
-from clowder_aimage.exporter.plan import ExportPlan, ExportPlanner, FileChunk
+from clowder_aimage.exporter.plan import ExportPlan, ExportPlanner
 from clowder_aimage.formats.weight_file import SHARD
 from clowder_aimage.layout.completeness import lease_aimage, require_complete
 from clowder_aimage.layout.stored_aimage import inflate, read_stored
@@ -65,8 +64,8 @@ def _hash_files(plan: ExportPlan, blobs: LayerStore, hash_type: str) -> dict[str
     run_parallel(
         [
             *(
-                partial(hash_file, name, partial(_hash_gathered, plan, blobs, name, hash_type))
-                for name in plan.generated
+                partial(hash_file, name, partial(_hash_gathered, segments, blobs, hash_type))
+                for name, segments in list_segments(plan).items()
             ),
             *(
                 partial(hash_file, layer.name, partial(_hash_whole, blobs, layer, hash_type))
@@ -95,62 +94,7 @@ def _update(hasher: Hasher, reader: Reader) -> None:
         hasher.update(buffer[:count])
 
 
-def _hash_gathered(plan: ExportPlan, blobs: LayerStore, name: str, hash_type: str) -> str:
-    """Return the digest of a file of tensors: its first bytes, and parts of blobs."""
-    start, size = plan.generated[name]
-    hasher, position = hashlib.new(hash_type), len(start)
-    hasher.update(start)
-    parts = [
-        (chunk, blob)
-        for blob, chunks in plan.chunks.items()
-        for chunk in chunks
-        if chunk.name == name
-    ]
-    left = Counter(blob for _, blob in parts)
-    with contextlib.ExitStack() as stack:
-        readers = dict[Descriptor, _PartReader]()
-        for chunk, blob in sorted(parts, key=lambda part: part[0].offset):
-            hasher.update(bytes(chunk.offset - position))
-            position = chunk.offset + chunk.nbytes
-            if blob not in readers or readers[blob].position > chunk.start:
-                readers[blob] = stack.enter_context(contextlib.closing(_PartReader(blobs, blob)))
-            readers[blob].read(chunk, hasher)
-            left[blob] -= 1
-            # Groups of experts are interleaved with others.
-            if not left[blob]:
-                readers.pop(blob).finish()
-    hasher.update(bytes(size - position))
+def _hash_gathered(segments: Sequence[Segment], blobs: LayerStore, hash_type: str) -> str:
+    hasher = hashlib.new(hash_type)
+    read_verified(blobs, segments, hasher.update)
     return hasher.hexdigest()
-
-
-class _PartReader:
-    """The bytes of a blob in ascending parts; ``finish`` verifies the whole of it."""
-
-    def __init__(self, blobs: LayerStore, blob: Descriptor) -> None:
-        self._reader = VerifyingReader(blobs.open(blob), blob)
-        self._buffer = new_buffer()
-        self.position = 0
-
-    def read(self, chunk: FileChunk, hasher: Hasher) -> None:
-        """Add the bytes of a chunk to a hash."""
-        self._advance(chunk.start, None)
-        self._advance(chunk.start + chunk.nbytes, hasher)
-
-    def finish(self) -> None:
-        """Read the rest. Raises VerificationError."""
-        while self._reader.readinto(self._buffer):
-            pass
-        self.close()
-
-    def close(self) -> None:
-        """Close the blob."""
-        self._reader.close()
-
-    def _advance(self, end: int, hasher: Hasher | None) -> None:
-        while self.position < end:
-            count = self._reader.readinto(self._buffer[: end - self.position])
-            if not count:
-                raise FormatError("a blob ends before its tensor")
-            if hasher is not None:
-                hasher.update(self._buffer[:count])
-            self.position += count

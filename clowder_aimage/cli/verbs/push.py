@@ -30,8 +30,9 @@ if TYPE_CHECKING:
 @stored_arguments(required=True, parse=resolve_unique_name)
 @click.option(
     "--dialect",
-    type=click.Choice(["clowder", "ollama", "modelpack", "container"]),
-    help="Write the manifest as these tools do. [default: as it is]",
+    type=click.Choice(["clowder", "ollama", "modelpack", "container", "image"]),
+    help="Write the manifest as these tools do; image: files that Kubernetes and Docker mount. "
+    "[default: as it is]",
 )
 @click.option(
     "--manifest-type",
