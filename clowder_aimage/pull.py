@@ -33,7 +33,7 @@ from clowder_aimage.layout.stored_aimage import (
     inflate_copied,
     interpret,
 )
-from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference
+from clowder_aimage.oci import Descriptor, Digest, Index, Manifest, Reference
 from clowder_aimage.registry import ClientOptions, Repository
 
 Begin = Callable[[StoredAImage], Sequence[str]]
@@ -86,6 +86,8 @@ def pull(
 ) -> PullResult:
     """Fetch the artifact ``reference`` unchanged, and give it the same name in ``store``.
 
+    Of a mountable image the AImage is fetched that it was made of.
+
     The name is marked as partial while left-out blobs are missing; another part may be added later,
     and a pull of all layers completes it.
 
@@ -105,8 +107,9 @@ def pull(
         with start_span("resolve"):
             root = source.resolve(reference)
         with start_span("manifest"):
-            plan = plan_copy(source, *select(source, root, reference, options.selector))
-            source, plan = _open_image(source, plan)
+            selected = select(source, root, reference, options.selector)
+            source, root, document = _open_image(repository, source, reference, *selected)
+            plan = plan_copy(source, root, document)
         if options.layers is not None:
             source, plan = _select_layers(source, plan, reference, options.layers, store)
         early: StoredAImage | None = None
@@ -150,7 +153,10 @@ def resolve_changed(
     """
     with Repository(reference, connection) as repository:
         root = repository.resolve_changed(reference, previous)
-        return (root, select(repository, root, reference, ANY)[0]) if root else None
+        if root is None:
+            return None
+        selected = select(repository, root, reference, ANY)
+        return root, _open_image(repository, repository, reference, *selected)[1]
 
 
 def resolve_stored_name(reference: Reference, descriptor: Descriptor) -> Reference:
@@ -158,18 +164,26 @@ def resolve_stored_name(reference: Reference, descriptor: Descriptor) -> Referen
     return replace(reference, digest=descriptor.digest) if reference.digest else reference
 
 
-def _open_image(source: Source, plan: CopyPlan) -> tuple[Source, CopyPlan]:
-    """Return the AImage of a mountable image, as a source and its plan; else those given."""
-    _, image = plan.documents[-1]
-    if not isinstance(image, Manifest) or not may_be_mountable(image):
-        return source, plan
-    config = read_all(source.open(image.config), image.config, MAX_CONFIG_SIZE)
-    if (origin := read_origin(image, config)) is None:
-        return Overlay(source, plan.root, {image.config.digest: config}), plan
-    root = origin.manifest.descriptor
-    parts = PartsSource(source, origin.blobs)
-    overlay = Overlay(parts, root, {root.digest: origin.manifest.raw})
-    return overlay, plan_copy(overlay, root)
+def _open_image(
+    repository: Repository,
+    source: Source,
+    reference: Reference,
+    root: Descriptor,
+    document: Manifest | Index,
+) -> tuple[Source, Descriptor, Manifest | Index]:
+    """Return the manifest of the AImage in a mountable image, and the source of its content.
+
+    Other documents are returned as they are. The policy decides about both.
+    """
+    if not isinstance(document, Manifest) or not may_be_mountable(document):
+        return source, root, document
+    config = read_all(source.open(document.config), document.config, MAX_CONFIG_SIZE)
+    if (origin := read_origin(document, config)) is None:
+        return Overlay(source, root, {document.config.digest: config}), root, document
+    manifest = origin.manifest
+    if (gate := find_gate()) is not None:
+        gate.admit_remote(repository, reference, manifest.descriptor, manifest.raw)
+    return PartsSource(source, origin.blobs), manifest.descriptor, manifest
 
 
 def _select_layers(

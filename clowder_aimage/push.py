@@ -23,7 +23,7 @@ from clowder_aimage.content.gate import find_gate
 from clowder_aimage.content.graph import read_document, walk
 from clowder_aimage.content.store import Reader, WrappedSource
 from clowder_aimage.content.telemetry import start_span
-from clowder_aimage.dialect import FALLBACK_ORDER, READABLE, Dialect
+from clowder_aimage.dialect import FALLBACK_ORDER, READABLE
 from clowder_aimage.errors import (
     AccessError,
     AImageError,
@@ -130,8 +130,8 @@ def push(
             if source is not store:
                 plan = plan_copy(source, source.resolve(reference))
             # First: once the tag exists, its signatures do, too.
-            _push_signatures(store, plan, reference, repository)
-            if stored is not None and dialect != MOUNTABLE:
+            _push_signatures(store, _list_signed(plan, stored_plan, dialect), reference, repository)
+            if stored is not None:
                 source, plan = _order_missing_first(store, source, plan, stored, reference)
             return _copy(
                 source, reference, repository, connection.compute_connections(host), on_event, plan
@@ -139,15 +139,13 @@ def push(
 
         if stored is None:
             return send(store)
-        if dialect == MOUNTABLE:
-            return send(_build_image(store, stored, reference))
         names = [dialect or stored.dialect.name]
         if fallback and reference.digest is None:
             refused = memory.list_refused(host) if dialect is None else frozenset()
             names = _order_dialects(names[0], refused, on_remembered)
 
         def send_in(name: str) -> Descriptor:
-            return send(_rewrite(store, stored, READABLE[name]))
+            return send(_rewrite(store, stored, reference, name))
 
         try:
             return _descend(names, send_in, on_fallback, memory, host)
@@ -342,16 +340,21 @@ def _list_signatures(
     return found
 
 
+def _list_signed(plan: CopyPlan, stored: CopyPlan, dialect: str | None) -> set[Digest]:
+    """Return the digests of the documents that are pushed, and of the AImage in an image."""
+    plans = (plan, stored) if dialect == MOUNTABLE else (plan,)
+    return {content.digest for each in plans for content, _ in each.documents}
+
+
 def _push_signatures(
-    store: ContentStore, plan: CopyPlan, reference: Reference, repository: Repository
+    store: ContentStore, digests: Collection[Digest], reference: Reference, repository: Repository
 ) -> None:
-    """Push the signatures of the documents of a plan that the store has.
+    """Push the signatures of these documents that the store has.
 
     A tag with signatures of the registry's own is left as it is.
     """
     if not isinstance(store, ImageLayout):
         return
-    digests = {content.digest for content, _ in plan.documents}
     for name, content in iter_stored_signatures(store, digests):
         target = replace(reference, tag=name.tag, digest=None if name.tag else content.digest)
         if name.tag is not None:
@@ -567,10 +570,13 @@ def _choose_advice(error: AccessError, reference: Reference) -> dict[str, str]:
     return {"remedy": "push_dialect"} if is_refused else {"remedy": "unclear_refusal"}
 
 
-def _rewrite(store: ContentStore, stored: StoredAImage, dialect: Dialect) -> Source:
-    """Return a view of the store with ``stored`` in ``dialect``."""
-    if dialect.name == stored.dialect.name:
+def _rewrite(store: ContentStore, stored: StoredAImage, reference: Reference, name: str) -> Source:
+    """Return a view of the store with ``stored`` in the dialect ``name``, or as an image."""
+    if name == MOUNTABLE:
+        return _build_image(store, stored, reference)
+    if name == stored.dialect.name:
         return store
+    dialect = READABLE[name]
     try:
         manifest, config = dialect.write(stored.aimage)
     except FormatError as error:

@@ -196,7 +196,10 @@ def choose(
         unspecified = [candidate for candidate in matches if candidate.platform is None]
         matches = _filter_compatible(matches, selector.platform) or unspecified
     elif len(_collect_digests(matches)) > 1:
-        matches = _filter_compatible(matches, machine, unspecified=True)
+        compatible = _filter_compatible(matches, machine, unspecified=True)
+        # The files of a mountable image are the same for all platforms.
+        portable = [x for x in matches if mediatype.MOUNTABLE in x.descriptor.annotations]
+        matches = compatible or portable[:1]
     if not matches:
         raise _build_no_match_error(candidates, selector, machine, reference)
     if len(_collect_digests(matches)) > 1:

@@ -83,8 +83,11 @@ def write_index(
             }
         )
         documents |= {manifest.config.digest: config, manifest.digest: manifest.raw}
-        platform = {"architecture": architecture, "os": "linux"}
-        manifests.append(manifest.descriptor.to_json() | {"platform": platform})
+        entry = {
+            "platform": {"architecture": architecture, "os": "linux"},
+            "annotations": {mediatype.MOUNTABLE: "true"},
+        }
+        manifests.append(manifest.descriptor.to_json() | entry)
     raw = encode({"schemaVersion": 2, "mediaType": mediatype.OCI_INDEX, "manifests": manifests})
     index = Descriptor.of(mediatype.OCI_INDEX, raw)
     documents[index.digest] = raw

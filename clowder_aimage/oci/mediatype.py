@@ -55,6 +55,8 @@ PARTIAL = "vnd.clowder.aimage.partial"
 DTYPE = "vnd.clowder.aimage.dtype"
 SHAPE = "vnd.clowder.aimage.shape"
 MEDIATYPE = "vnd.clowder.aimage.mediatype"
+# Marks the manifests of a mountable image in its index.
+MOUNTABLE = "vnd.clowder.aimage.mountable"
 # The digest and size of a compressed layer's content.
 CONTENT_DIGEST = "vnd.clowder.aimage.content.digest"
 CONTENT_SIZE = "vnd.clowder.aimage.content.size"
