@@ -108,7 +108,7 @@ def pull(
             root = source.resolve(reference)
         with start_span("manifest"):
             selected = select(source, root, reference, options.selector)
-            source, root, document = _open_image(repository, source, reference, *selected)
+            source, root, document = _open_image(repository, source, store, reference, *selected)
             plan = plan_copy(source, root, document)
         if options.layers is not None:
             source, plan = _select_layers(source, plan, reference, options.layers, store)
@@ -156,7 +156,7 @@ def resolve_changed(
         if root is None:
             return None
         selected = select(repository, root, reference, ANY)
-        return root, _open_image(repository, repository, reference, *selected)[1]
+        return root, _open_image(repository, repository, repository, reference, *selected)[1]
 
 
 def resolve_stored_name(reference: Reference, descriptor: Descriptor) -> Reference:
@@ -167,6 +167,7 @@ def resolve_stored_name(reference: Reference, descriptor: Descriptor) -> Referen
 def _open_image(
     repository: Repository,
     source: Source,
+    store: Source,
     reference: Reference,
     root: Descriptor,
     document: Manifest | Index,
@@ -177,7 +178,7 @@ def _open_image(
     """
     if not isinstance(document, Manifest) or not may_be_mountable(document):
         return source, root, document
-    config = read_all(source.open(document.config), document.config, MAX_CONFIG_SIZE)
+    config = _read_config(source, document, store)
     if (origin := read_origin(document, config)) is None:
         return Overlay(source, root, {document.config.digest: config}), root, document
     manifest = origin.manifest
@@ -220,10 +221,15 @@ def _read_aimage(source: Source, plan: CopyPlan, store: Source) -> tuple[Source,
         raise FormatError("it is an index")
     # Other artifacts are refused before a config is fetched.
     detect(manifest)
-    config_source = store if store.exists(manifest.config) else source
-    config = read_all(config_source.open(manifest.config), manifest.config, MAX_CONFIG_SIZE)
+    config = _read_config(source, manifest, store)
     overlay = Overlay(source, root, {manifest.config.digest: config})
     return overlay, interpret(overlay, root, manifest)
+
+
+def _read_config(source: Source, manifest: Manifest, store: Source) -> bytes:
+    """Return the config of a manifest, from the store if that has it."""
+    holder = store if store is not source and store.exists(manifest.config) else source
+    return read_all(holder.open(manifest.config), manifest.config, MAX_CONFIG_SIZE)
 
 
 def _read_early(

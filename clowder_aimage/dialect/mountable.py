@@ -112,7 +112,10 @@ def _describe(layers: Sequence[Descriptor], origin: Origin) -> dict[str, Any]:
 def may_be_mountable(manifest: Manifest) -> bool:
     """Return True for an image whose config may describe an AImage."""
     is_image = manifest.config.media_type in (mediatype.OCI_CONFIG, mediatype.DOCKER_CONFIG)
-    return is_image and not any(mediatype.MEDIATYPE in x.annotations for x in manifest.layers)
+    return is_image and all(
+        ".tar" in layer.media_type and mediatype.MEDIATYPE not in layer.annotations
+        for layer in manifest.layers
+    )
 
 
 def read_origin(manifest: Manifest, config: bytes) -> Origin | None:

@@ -8,6 +8,7 @@ methods that search a list are forbidden in the parsers. Each dialect is covered
 from __future__ import annotations
 
 import ast
+import base64
 import functools
 import io
 import json
@@ -489,6 +490,29 @@ def read_archive_index(n: int, _: Path) -> Action:
     return lambda: _choose_names(_parse_entries(raw, "x"), None, "x")
 
 
+def read_mountable(n: int, _: Path) -> Action:
+    from clowder_aimage.dialect.mountable import ORIGIN, read_origin
+
+    layer = Descriptor(mediatype.OCI_LAYER_TAR, Digest.parse(digest_of(0)), n)
+    blobs = {digest_of(i): [[0, i - 1, 1]] for i in range(1, n + 1)}
+    parts = [Descriptor("x", Digest.parse(digest), 1).to_json() for digest in blobs]
+    document = {"schemaVersion": 2, "mediaType": mediatype.OCI_MANIFEST}
+    origin = Manifest.build(document | {"config": parts[0], "layers": parts[1:]})
+    described = {
+        "mediaType": mediatype.OCI_MANIFEST,
+        "manifest": base64.b64encode(origin.raw).decode(),
+        "blobs": blobs,
+    }
+    config = {"rootfs": {"diff_ids": [digest_of(0)]}, ORIGIN: described}
+    raw = json.dumps(config).encode()
+    image = Manifest.build(
+        document
+        | {"config": Descriptor.of(mediatype.OCI_CONFIG, raw).to_json()}
+        | {"layers": [layer.to_json()]}
+    )
+    return lambda: read_origin(image, raw)
+
+
 def check_document(n: int, _: Path) -> Action:
     from clowder_aimage.validate import check
 
@@ -536,6 +560,7 @@ CASES: dict[str, Case] = {
     "adapter/file.py": read_adapter_file,
     "api/request_body.py": read_body,
     "content/tar.py": read_tar,
+    "dialect/mountable.py": read_mountable,
     "formats/codes/comfy_quant.py": read_quantized,
     "formats/family_weights.py": read_blocks,
     "formats/gguf_header.py": read_gguf,
