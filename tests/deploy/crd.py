@@ -1,4 +1,4 @@
-"""Schemas of the two custom resources in deploy/kubernetes, limited to the fields used there.
+"""Schemas of the custom resources in deploy/kubernetes, limited to the fields used there.
 
 Transcribed from the definitions: property names, types, required properties, and no other
 properties. The API servers of clusters have the full definitions.
@@ -190,7 +190,76 @@ SERVICE_MONITOR = _object(
     "spec",
 )
 
-SCHEMAS = {"ScaledObject": SCALED_OBJECT, "ServiceMonitor": SERVICE_MONITOR}
+_URI = {"type": "string", "pattern": r"^[a-z+]+://"}
+_RESOURCES = _object({"requests": _TEXTS, "limits": _TEXTS})
+# kserve/kserve, config/crd/full/clusterstoragecontainer (aaac4e294dae)
+STORAGE_CONTAINER = _object(
+    {
+        "apiVersion": {"const": "serving.kserve.io/v1alpha1"},
+        "kind": {"const": "ClusterStorageContainer"},
+        "metadata": _METADATA,
+        "spec": _object(
+            {
+                "workloadType": {"enum": ["initContainer", "localModelDownloadJob"]},
+                "supportedUriFormats": _list(_object({"prefix": _URI}, "prefix")),
+                "container": _object(
+                    {
+                        "name": {"const": "storage-initializer"},
+                        "image": _TEXT,
+                        "imagePullPolicy": {"enum": ["Always", "IfNotPresent", "Never"]},
+                        "command": _list({"type": "string"}),
+                        "env": _list(_object({"name": _TEXT, "value": _TEXT}, "name")),
+                        "resources": _RESOURCES,
+                        "securityContext": {"type": "object"},
+                    },
+                    "name",
+                ),
+            },
+            "container",
+            "supportedUriFormats",
+        ),
+    },
+    "apiVersion",
+    "kind",
+    "metadata",
+    "spec",
+)
+# The same, charts/kserve-crd/templates/serving.kserve.io_inferenceservices.yaml
+INFERENCE_SERVICE = _object(
+    {
+        "apiVersion": {"const": "serving.kserve.io/v1beta1"},
+        "kind": {"const": "InferenceService"},
+        "metadata": _METADATA,
+        "spec": _object(
+            {
+                "predictor": _object(
+                    {
+                        "model": _object(
+                            {
+                                "modelFormat": _object({"name": _TEXT}, "name"),
+                                "storageUri": _URI,
+                                "resources": _RESOURCES,
+                            },
+                            "modelFormat",
+                        )
+                    }
+                )
+            },
+            "predictor",
+        ),
+    },
+    "apiVersion",
+    "kind",
+    "metadata",
+    "spec",
+)
+
+SCHEMAS = {
+    "ScaledObject": SCALED_OBJECT,
+    "ServiceMonitor": SERVICE_MONITOR,
+    "ClusterStorageContainer": STORAGE_CONTAINER,
+    "InferenceService": INFERENCE_SERVICE,
+}
 
 
 def faults(document: dict[str, Any]) -> list[str]:

@@ -88,7 +88,7 @@ def test_every_manifest_is_in_a_kustomization() -> None:
             *kustomization(path).get("components", ()),
         )
     }
-    examples = set((KUBERNETES / "examples").iterdir())
+    examples = {file for name in ("examples", "kserve") for file in (KUBERNETES / name).iterdir()}
     assert {file.resolve() for file in files()} - examples == {p for p in listed if p.is_file()}
     assert {p.parent for p in KUSTOMIZATIONS} - set(OVERLAYS) <= listed
 
@@ -143,6 +143,8 @@ def test_custom_resources_match_their_definitions() -> None:
         ("ScaledObject", lambda spec: spec["triggers"][0]["metadata"].update(threshold=2)),
         ("ServiceMonitor", lambda spec: spec["endpoints"][0].update(interval=30)),
         ("ServiceMonitor", lambda spec: spec.pop("selector")),
+        ("ClusterStorageContainer", lambda spec: spec.pop("supportedUriFormats")),
+        ("InferenceService", lambda spec: spec["predictor"]["model"].update(uri="x")),
     ],
 )
 def test_the_definitions_refuse_invalid_resources(kind: str, change: Any) -> None:
