@@ -25,6 +25,10 @@ from pathlib import Path
 
 import pytest
 
+from clowder_aimage.exporter.image import ImageSource
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.layout.stored_aimage import read_aimage
+from clowder_aimage.oci import Descriptor, Manifest, Reference
 from clowder_aimage.pictures.artifact import encode_picture_config
 from clowder_aimage.pictures.generated_picture import GeneratedPicture
 from tests.docs.document import GUIDES, ROOT, SHELLS, Command, Document
@@ -205,6 +209,12 @@ def test_manifests_in_the_format_are_real(tmp_path: Path) -> None:
         manifest = json.loads(_blob(store, digest))
         config = json.loads(_blob(store, manifest["config"]["digest"]))
         real += json.dumps(manifest, indent=2) + json.dumps(config, indent=2)
+    layout, name = ImageLayout(store), Reference.parse("tiny")
+    image = ImageSource(layout, read_aimage(layout, name), name)
+    index = json.loads(image.open(image.resolve(name)).read())
+    entry = Descriptor.from_json(index["manifests"][0])
+    described = Manifest.parse(image.open(entry).read()).config
+    real += json.dumps(json.loads(image.open(described).read()), indent=2)
     real += json.dumps(json.loads((store / "index.json").read_text()), indent=2)
     made = {"reference": "localhost:5005/team/tiny:v1", "digest": digest, "steps": 2}
     made |= {"prompt": "a red fox in the snow", "width": 64}
