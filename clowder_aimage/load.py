@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,14 +20,12 @@ from clowder_aimage.content.graph import (
     read_document,
 )
 from clowder_aimage.content.store import Lease, build_bytes_body
-from clowder_aimage.content.tar_store import TarMember, TarStream
+from clowder_aimage.content.tar_store import TarMember, TarStream, open_archive
 from clowder_aimage.content.verified_reader import check_size, read_all, verify
 from clowder_aimage.document.strict_json import read_json
 from clowder_aimage.errors import (
     ContentError,
     FormatError,
-    NotFoundError,
-    StoreError,
     UsageError,
     VerificationError,
 )
@@ -67,19 +65,19 @@ def load(
 ) -> LoadResult:
     """Store the content of an archive, and set its names if their content is complete.
 
-    ``archive`` is a path or an unbuffered stream. It is read once. ``name`` replaces the names in
-    the archive. ``on_plan`` is called with the number of bytes to read, once it is known,
-    ``on_read`` with the number of bytes read.
+    ``archive`` is a path, also of a list of volumes, or an unbuffered stream. It is read once.
+    ``name`` replaces the names in the archive. ``on_plan`` is called with the number of bytes to
+    read, once it is known, ``on_read`` with the number of bytes read.
 
     Raises:
         UsageError: no entry has a name, or several manifests would get the same name.
-        NotFoundError: the archive does not exist.
+        NotFoundError: the archive does not exist, or one of its volumes.
         FormatError: it is not a layout in a tar, or has members that a layout cannot have.
         VerificationError: a blob differs from its digest; it was not stored.
         NoSpaceError: the content does not fit.
         StoreError: the archive cannot be read, or the layout cannot be written.
     """
-    with _open(archive) as (file, file_name):
+    with open_archive(archive) as (file, file_name):
         tar = TarStream(file, file_name, on_read)
         if tar.size:
             on_plan(tar.size)
@@ -89,24 +87,6 @@ def load(
             # Content of the archive has no name yet; the gate decides before it gets one.
             with unchecked():
                 return loader.run()
-
-
-@contextmanager
-def _open(archive: Path | io.FileIO) -> Iterator[tuple[io.FileIO, str]]:
-    """Open an archive as an unbuffered stream, and return its name for errors."""
-    if not isinstance(archive, Path):
-        yield archive, "the archive on stdin"
-        return
-    try:
-        file = archive.open("rb", buffering=0)
-    except FileNotFoundError:
-        raise NotFoundError(f"archive not found: {archive}") from None
-    except IsADirectoryError:
-        raise UsageError(f"{archive} is a directory", remedy="layout_as_store") from None
-    except OSError as error:
-        raise StoreError(f"cannot read {archive}: {error.strerror or error}") from error
-    with file:
-        yield file, str(archive)
 
 
 @dataclass(slots=True)

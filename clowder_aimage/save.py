@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,9 +15,17 @@ from clowder_aimage.content.atomic_file import open_atomic
 from clowder_aimage.content.copy_option import ignore
 from clowder_aimage.content.file_system import measure_space, set_mode
 from clowder_aimage.content.open_directory import open_special, resolve
-from clowder_aimage.content.tar_store import TarTarget, write_error
+from clowder_aimage.content.tar_store import TarStream, TarTarget, is_tar, open_archive, write_error
 from clowder_aimage.content.verified_reader import check_size
-from clowder_aimage.errors import AImageError, NoSpaceError, NotFoundError, StoreError, UsageError
+from clowder_aimage.content.volume import VolumeReader, open_volumes
+from clowder_aimage.errors import (
+    AImageError,
+    FormatError,
+    NoSpaceError,
+    NotFoundError,
+    StoreError,
+    UsageError,
+)
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.completeness import require_complete
 from clowder_aimage.layout.lock import translate_store_errors
@@ -25,18 +34,24 @@ from clowder_aimage.oci import Descriptor, Digest, Index, Manifest, Reference, m
 from clowder_aimage.oci.manifest import encode, parse_document
 from clowder_aimage.trust.collection import iter_stored_signatures
 
+# A digest in a text, or the name of a blob's file.
+_MAX_LIST = 256 * 1024 * 1024
+_DIGEST = re.compile(rb"(?<![0-9a-f])(?:sha256:)?([0-9a-f]{64})(?![0-9a-f])")
+
 
 @dataclass(frozen=True, slots=True)
 class SaveResult:
     """An archive of ``size`` bytes, with its ``digest`` if that was requested.
 
-    ``absent`` are manifests of indexes that the store does not have.
+    ``absent`` are manifests of indexes that the store does not have, ``left_out`` the blobs that
+    the receiver has.
     """
 
     size: int
     digest: Digest | None
     names: tuple[tuple[Reference, Descriptor], ...]
     absent: tuple[Descriptor, ...]
+    left_out: tuple[Descriptor, ...] = ()
 
 
 def save(
@@ -45,12 +60,15 @@ def save(
     target: Path | BinaryIO,
     *,
     is_hashed: bool = False,
+    known: Collection[Digest] = (),
+    volume: int | None = None,
     on_event: OnEvent = ignore,
 ) -> SaveResult:
     """Write the artifacts ``references`` as an OCI image layout in a tar.
 
     Each blob is written once, and verified as it is read. Manifests of an index that are not in the
-    layout are left out.
+    layout are left out, as are blobs that the receiver has: those in ``known``. With ``volume`` the
+    archive is written to files of at most that many bytes beside ``target``, a path.
 
     Names are sorted. ``target`` is an unbuffered stream, or the path of a file that is created when
     the archive is complete. With ``is_hashed`` the digest of the archive is also returned.
@@ -75,16 +93,43 @@ def save(
         head = {"schemaVersion": 2, "mediaType": mediatype.OCI_INDEX}
         index = encode(head | {"manifests": entries})
         plan = _merge(plans, documents, index)
+        sent = tuple(blob for blob in plan.blobs if blob.digest not in known)
+        left_out = tuple(blob for blob in plan.blobs if blob.digest in known)
+        plan = replace(plan, blobs=sent)
         archive = TarTarget(index, plan)
         with (
-            _open_output(target, archive.size) as (file, name),
+            _open_output(target, archive.size, volume) as (file, name),
             translate_store_errors(layout.root),
         ):
             archive.open_file(file, name, is_hashed=is_hashed)
             copy(layout, names[0][0], archive, on_event=on_event, plan=plan)
     for _, root in names:
         layout.use(root)
-    return SaveResult(archive.size, archive.digest, tuple(names), plan.absent)
+    return SaveResult(archive.size, archive.digest, tuple(names), plan.absent, left_out)
+
+
+def read_known(path: Path) -> set[Digest]:
+    """Return the digests of the blobs in an archive, or those in a text.
+
+    A text has any number of digests, such as the names of files in ``blobs/sha256``.
+
+    Raises:
+        NotFoundError: the file does not exist.
+        FormatError: it has no digest, or is a damaged archive.
+        StoreError: it cannot be read.
+    """
+    with open_archive(path) as (file, name):
+        if isinstance(file, VolumeReader) or is_tar(file):
+            members = TarStream(file, name).iter_members()
+            paths = [member.name for member in members]
+            return {Digest(*rest) for first, *rest in paths if first == "blobs" and len(rest) == 2}
+        data = file.read(_MAX_LIST)
+    if found := {Digest("sha256", match.decode()) for match in _DIGEST.findall(data)}:
+        return found
+    raise FormatError(
+        f"{path} has no digests",
+        hint="give an archive of 'aimage save', or a list: ls STORE/blobs/sha256",
+    )
 
 
 def _resolve(
@@ -171,7 +216,9 @@ def _merge(
 
 
 @contextmanager
-def _open_output(target: Path | BinaryIO, size: int) -> Iterator[tuple[BinaryIO, object]]:
+def _open_output(
+    target: Path | BinaryIO, size: int, volume: int | None
+) -> Iterator[tuple[BinaryIO, object]]:
     """Open a stream for ``size`` bytes, and return its name for errors.
 
     A link is followed, if it is not another user's. A file is created when it is complete; a named
@@ -199,6 +246,11 @@ def _open_output(target: Path | BinaryIO, size: int) -> Iterator[tuple[BinaryIO,
                 f"{space.free / 1e6:.1f} MB free",
                 hint="free some space, or write it to another disk",
             )
+
+        if volume is not None:
+            with open_volumes(final, volume) as volumes:
+                yield volumes, target
+            return
 
         # A replaced archive keeps its permissions.
         def keep_mode(fd: int) -> None:

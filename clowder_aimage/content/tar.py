@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import IO, cast
 
 from clowder_aimage.content.buffer import CHUNK_SIZE, new_buffer
+from clowder_aimage.content.volume import VolumeReader
 from clowder_aimage.errors import FormatError, StoreError
 
 # Members of an archive, directories included.
@@ -33,7 +34,7 @@ def build_tar_header(name: str, **fields: object) -> bytes:
     return info.tobuf(tarfile.PAX_FORMAT, "ascii", "strict")
 
 
-def check_members(file: io.FileIO, name: str) -> None:
+def check_members(file: io.FileIO | VolumeReader, name: str) -> None:
     """Count the members from the position of ``file``, and return to it.
 
     A load thus fails before its first write. Damaged members are reported by the reader that

@@ -14,7 +14,9 @@ import stat
 import tarfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, BinaryIO
 
 from clowder_aimage.content.atomic_file import DISK_FULL
@@ -25,6 +27,7 @@ from clowder_aimage.content.file_system import ADVICE
 from clowder_aimage.content.store import LAYOUT_FILE, Body, Reader, Source, Target
 from clowder_aimage.content.tar import MAX_MEMBERS, TarReader, build_tar_header, check_members
 from clowder_aimage.content.verified_reader import RawReader, VerifyingReader
+from clowder_aimage.content.volume import VolumeReader, is_list
 from clowder_aimage.errors import (
     AImageError,
     FormatError,
@@ -182,6 +185,40 @@ def _build_padding(size: int) -> bytes:
     return bytes(-size % _BLOCK)
 
 
+@contextmanager
+def open_archive(archive: Path | io.FileIO) -> Iterator[tuple[io.FileIO | VolumeReader, str]]:
+    """Open an archive as an unbuffered stream, and return its name for errors.
+
+    The path of a list of volumes opens these, verified. Raises NotFoundError, UsageError,
+    StoreError, FormatError, VerificationError.
+    """
+    if not isinstance(archive, Path):
+        yield archive, "the archive on stdin"
+        return
+    try:
+        file = archive.open("rb", buffering=0)
+    except FileNotFoundError:
+        raise NotFoundError(f"archive not found: {archive}") from None
+    except IsADirectoryError:
+        raise UsageError(f"{archive} is a directory", remedy="layout_as_store") from None
+    except OSError as error:
+        raise StoreError(f"cannot read {archive}: {error.strerror or error}") from error
+    with file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode) or not is_list(
+            os.pread(file.fileno(), 64, 0)
+        ):
+            yield file, str(archive)
+            return
+    with VolumeReader(archive) as volumes:
+        yield volumes, str(archive)
+
+
+def is_tar(file: io.FileIO) -> bool:
+    """Return True if a file begins as a tar, plain or compressed."""
+    front = os.pread(file.fileno(), _BLOCK, 0)
+    return front[257:262] == b"ustar" or front.startswith((_GZIP, *_COMPRESSIONS))
+
+
 @dataclass(frozen=True, slots=True)
 class TarMember:
     """A regular file in an archive.
@@ -197,13 +234,14 @@ class TarMember:
 class _Input(RawReader):
     """A counting reader of ``file``, an unbuffered stream, that can peek at its first bytes."""
 
-    def __init__(self, file: io.FileIO, name: str, on_read: Callable[[int], None]) -> None:
+    def __init__(
+        self, file: io.FileIO | VolumeReader, name: str, on_read: Callable[[int], None]
+    ) -> None:
         self.name, self._file, self._on_read = name, file, on_read
         self._front = b""
         self.count = 0
-        status = os.fstat(file.fileno())
         # 0 if unknown, as for a pipe.
-        self.size = status.st_size if stat.S_ISREG(status.st_mode) else 0
+        self.size = _measure(file)
 
     def peek(self, count: int) -> bytes:
         """Return the first ``count`` bytes, or all of a shorter file."""
@@ -242,6 +280,13 @@ class _Input(RawReader):
         self._on_read(count)
 
 
+def _measure(file: io.FileIO | VolumeReader) -> int:
+    if isinstance(file, VolumeReader):
+        return file.size
+    status = os.fstat(file.fileno())
+    return status.st_size if stat.S_ISREG(status.st_mode) else 0
+
+
 class TarStream:
     """The members of an untrusted archive, plain or compressed with gzip, read in one pass.
 
@@ -251,7 +296,10 @@ class TarStream:
     """
 
     def __init__(
-        self, file: io.FileIO, name: str, on_read: Callable[[int], None] = lambda _: None
+        self,
+        file: io.FileIO | VolumeReader,
+        name: str,
+        on_read: Callable[[int], None] = lambda _: None,
     ) -> None:
         self.name = name
         self._input = _Input(file, name, on_read)
