@@ -20,6 +20,8 @@ from clowder_aimage.layout.metadata import write_shared
 from clowder_aimage.oci import Descriptor, Digest, read_json
 
 _LOCK = "attaching"
+# Hex digits
+_SHA256 = 64
 _MAX_SIZE = 1 << 16
 # Artifacts of one manifest: the oldest is dropped for a new one
 _MAX_ATTACHED = 16
@@ -48,16 +50,31 @@ def list_attachments(roots: Iterable[Path], subject: Digest) -> Sequence[Descrip
     return list(found.values())
 
 
+def list_subjects(roots: Iterable[Path]) -> set[Digest]:
+    """Return the manifests with attached artifacts in stores. Raises StoreError."""
+    subjects = set[Digest]()
+    for root in roots:
+        for name in _list_records(check_own(root, ATTACHED)):
+            with contextlib.suppress(FormatError):
+                subjects.add(Digest("sha256" if len(name) == _SHA256 else "sha512", name))
+    return subjects
+
+
 def list_all_attachments(root: Path) -> dict[str, list[str]]:
     """Return the digests of attached artifacts by those of the manifests. Raises StoreError."""
     directory = check_own(root, ATTACHED)
     attached: dict[str, list[str]] = {}
-    with contextlib.suppress(FileNotFoundError):
-        for name in os.listdir(directory):
-            subject, entries = _read_record(os.path.join(directory, name))
-            if entries:
-                attached[subject] = [str(entry.digest) for entry in entries]
+    for name in _list_records(directory):
+        subject, entries = _read_record(os.path.join(directory, name))
+        if entries:
+            attached[subject] = [str(entry.digest) for entry in entries]
     return attached
+
+
+def _list_records(directory: str) -> list[str]:
+    with contextlib.suppress(FileNotFoundError):
+        return os.listdir(directory)
+    return []
 
 
 def _read_record(path: str) -> tuple[str, list[Descriptor]]:

@@ -8,23 +8,23 @@ artifact. Anybody can write one. It is a claim, which computing the AImage again
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
 from clowder_aimage import __version__
 from clowder_aimage.content.gate import unchecked
-from clowder_aimage.content.store import Source
+from clowder_aimage.content.store import ContentStore, Lease, Source, build_bytes_body
 from clowder_aimage.content.verified_reader import read_all
-from clowder_aimage.errors import ContentError, FormatError, NotFoundError
+from clowder_aimage.errors import AccessError, ContentError, FormatError, NotFoundError
 from clowder_aimage.layout import ImageLayout
-from clowder_aimage.layout.attachment import list_attachments
+from clowder_aimage.layout.attachment import attach, list_attachments
 from clowder_aimage.oci import Descriptor, Digest, Manifest, mediatype
-from clowder_aimage.oci.artifact import build_artifact
-from clowder_aimage.registry import Repository
+from clowder_aimage.oci.artifact import EMPTY, build_artifact
 from clowder_aimage.trust.dsse import IN_TOTO, read_object
 from clowder_aimage.trust.statement import Statement, build_statement
 
@@ -35,7 +35,9 @@ TYPE = mediatype.AIMAGE_DERIVATION
 PREDICATE_TYPE = "in-toto.io/predicate-type"
 TOOL = "clowder-aimage"
 # Bytes of a statement and of its manifest, and statements about one manifest
-MAX_STATEMENT, MAX_STATEMENTS = 64 * 1024, 16
+MAX_STATEMENT, MAX_STATEMENTS = 128 * 1024, 16
+# Entries in the list of a registry
+MAX_REFERRERS = 1000
 _MAX_ADAPTERS = 64
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,63}")
 
@@ -84,6 +86,14 @@ class DerivationRecipe:
     adapters: tuple[UsedAdapter, ...] = ()
     weights: Digest | None = None
     is_variant: bool = False
+
+    @property
+    def summary(self) -> str:
+        """Return the operation in a few words, such as ``quantize (transformer int8)``."""
+        parts = [f"{name} {chosen.type}" for name, chosen in sorted(self.components.items())]
+        parts += [self.dtype] if self.dtype else []
+        parts += [f"{used.name}:{used.strength:g}" for used in self.adapters]
+        return f"{self.operation} ({', '.join(parts)})" if parts else str(self.operation)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +153,55 @@ def build_referrer(derivation: Derivation, subject: Descriptor) -> tuple[Manifes
     return build_artifact(TYPE, [layer], subject, annotations), payload
 
 
+def keep_derivation(
+    store: ContentStore, lease: Lease, subject: Descriptor, derivation: Derivation
+) -> None:
+    """Attach the statement to a manifest in a store, unless it has one that states the same.
+
+    Raises StoreError, NoSpaceError.
+    """
+    is_itself = derivation.parent == subject.digest
+    if is_itself or not isinstance(store, ImageLayout):
+        return
+    if any(derivation.is_same(known) for known in _iter_kept(store, subject.digest)):
+        return
+    manifest, payload = build_referrer(derivation, subject)
+    contents = [
+        (manifest.layers[0], payload),
+        (manifest.config, EMPTY),
+        (manifest.descriptor, manifest.raw),
+    ]
+    lease.add(*(content.digest for content, _ in contents))
+    for content, data in contents:
+        store.push(content, build_bytes_body(data))
+    attach(store, subject.digest, manifest.descriptor)
+
+
+def _iter_kept(store: ImageLayout, subject: Digest) -> Iterator[Derivation]:
+    for entry in list_attachments(store.roots, subject):
+        # One that is damaged is written again
+        with contextlib.suppress(ContentError, AccessError):
+            yield read_statement(store, entry, subject)
+
+
+def adopt_statement(store: ImageLayout, content: Descriptor) -> None:
+    """Attach a stored statement to its subject.
+
+    Raises NotFoundError, ContentError: it is not complete, or is none; StoreError, NoSpaceError.
+    """
+    with unchecked():
+        manifest = Manifest.parse(
+            read_all(store.open(content), content, MAX_STATEMENT), content.media_type
+        )
+    if manifest.artifact_type != TYPE or manifest.subject is None:
+        raise FormatError(f"{content.digest} is not a statement of a derivation")
+    subject = manifest.subject.digest
+    read_statement(store, content, subject)
+    for child in manifest.children:
+        store.find_path(child)
+    attach(store, subject, manifest.descriptor)
+
+
 def read_derivation(source: Source, subject: Descriptor) -> Derivation | None:
     """Return what the first readable statement about a manifest states; None without one.
 
@@ -161,13 +220,15 @@ def list_statements(source: Source, subject: Digest) -> Sequence[Descriptor]:
 
     Raises AccessError; FormatError: there are more than MAX_STATEMENTS.
     """
-    found = dict[Digest, Descriptor]()
-    if isinstance(source, Repository):
-        # A registry may filter wrongly: the subject is compared by the reader.
-        found = {entry.digest: entry for entry in source.list_referrers(subject, TYPE)}
-    elif isinstance(source, ImageLayout):
+    if isinstance(source, ImageLayout):
         entries = [*list_attachments(source.roots, subject), *_iter_named(source, subject)]
-        found = {entry.digest: entry for entry in entries}
+    else:
+        # Packing does not need the registry client.
+        from clowder_aimage.registry import Repository
+
+        assert isinstance(source, Repository)  # noqa: S101 - the sources with referrers
+        entries = source.list_referrers(subject, TYPE, MAX_REFERRERS)
+    found = {entry.digest: entry for entry in entries}
     if len(found) > MAX_STATEMENTS:
         raise FormatError(f"{subject} has over {MAX_STATEMENTS} statements of derivations")
     return list(found.values())
@@ -238,7 +299,7 @@ def _encode_recipe(recipe: DerivationRecipe) -> dict[str, Any]:
 
 def _parse_recipe(value: Mapping[str, Any]) -> DerivationRecipe:
     operation = value.get("op")
-    if operation not in [*Operation]:
+    if not isinstance(operation, str) or operation not in [*Operation]:
         raise FormatError(
             f"the operation {operation!r:.60} is unknown",
             hint="a later version of aimage may know it",
@@ -275,7 +336,7 @@ def _parse_adapter(value: object) -> UsedAdapter:
     if not isinstance(name, str) or len(name) > 1000:
         raise FormatError("the name of an adapter is malformed")
     is_number = isinstance(strength, int | float) and not isinstance(strength, bool)
-    if not is_number or not math.isfinite(strength):
+    if strength is None or not is_number or not math.isfinite(strength):
         raise FormatError(f"the strength {strength!r:.40} of an adapter is not a number")
     return UsedAdapter(name, _parse_content(used, "an adapter"), float(strength))
 

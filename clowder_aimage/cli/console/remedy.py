@@ -120,6 +120,8 @@ REMEDIES = {
     "--dialect container",
     "replace_keys": "name the right root key with --root-key, or replace the key set with "
     "'aimage fleet init --replace-keys': then all workers need the new --fleet-key",
+    "rederive": "'aimage convert' and 'aimage create --from' write one, which is pushed with the "
+    "AImage",
     "repair": "repair the store first: aimage verify --repair",
     "repair_or_remove": "fetch it with 'aimage verify --repair', or: aimage rm {reference}",
     "repair_store": "if the copy in the store is damaged: aimage verify --repair",
