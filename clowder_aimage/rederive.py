@@ -8,7 +8,6 @@ a statement is believed: it says what to compute.
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,8 +19,10 @@ from clowder_aimage.content.verified_reader import verify
 from clowder_aimage.create import plan_convert
 from clowder_aimage.dialect import DEFAULT, DIALECTS, AImage
 from clowder_aimage.errors import (
+    AImageError,
     ContentError,
     FormatError,
+    NoMemoryError,
     NotFoundError,
     UsageError,
     VerificationError,
@@ -105,12 +106,12 @@ class RederivedStatement:
 class RederiveReport:
     """The results of all statements about a manifest.
 
-    ``problems`` are the sentences about those that cannot be computed.
+    ``problems`` are the statements that cannot be computed, with the errors.
     """
 
     subject: Descriptor
     statements: tuple[RederivedStatement, ...]
-    problems: tuple[str, ...]
+    problems: tuple[tuple[Digest, AImageError], ...]
 
     @property
     def is_derived(self) -> bool:
@@ -124,7 +125,10 @@ class RederiveReport:
             "digest": str(self.subject.digest),
             "isDerived": self.is_derived,
             "statements": [result.to_json() for result in self.statements],
-            "problems": [*self.problems],
+            "problems": [
+                {"statement": str(digest), "error": error.message}
+                for digest, error in self.problems
+            ],
         }
 
 
@@ -144,6 +148,7 @@ def rederive(
         FormatError: It is not an AImage, or has too many statements.
         VerificationError: It has no statement.
         UsageError: A package is not installed.
+        NoMemoryError: A tensor does not fit in memory.
         UnauthorizedError, NetworkError, RegistryError: The registry does not answer.
     """
     with layout.lease() as lease:
@@ -158,17 +163,18 @@ def rederive(
             raise VerificationError(
                 f"no statement says from which AImage {reference} was made", remedy="rederive"
             )
-        results, problems = list[RederivedStatement](), list[str]()
+        results, problems = list[RederivedStatement](), list[tuple[Digest, AImageError]]()
         for digest, derivation in statements:
-            label = digest.short
             try:
                 if isinstance(derivation, ContentError):
                     raise derivation
                 check = _Check(layout, lease, stored, derivation, registry, options)
                 results.append(check.run(digest))
             except (ContentError, NotFoundError) as error:
-                hint = f"; {error.hint}" if error.hint else ""
-                problems.append(f"statement {label}: {error.message}{hint}")
+                # Of this machine, and not of the statement
+                if isinstance(error, NoMemoryError) or error.remedy == "install_extra":
+                    raise
+                problems.append((digest, error))
     return RederiveReport(stored.descriptor, tuple(results), tuple(problems))
 
 
@@ -371,7 +377,7 @@ class _Check:
             return packed
         raise NotFoundError(
             f"the adapter {used.name[:200]} ({used.digest}) is not in the store",
-            hint="pull or create it, or name its file with --lora",
+            remedy="adapter_file",
         )
 
     def _open_adapter(self, reference: Reference) -> StoredAImage:
@@ -409,7 +415,7 @@ class _Check:
 
 def _compare_configs(planned: bytes, actual: Mapping[str, Any]) -> str:
     """Return the first field that differs."""
-    expected = json.loads(planned)
+    expected = AImage(planned, ()).properties
     for key in sorted(expected.keys() | actual.keys()):
         if expected.get(key) != actual.get(key):
             return f"its field {key[:100]!r} differs"

@@ -19,7 +19,7 @@ from clowder_aimage.content.parallel import run_parallel
 from clowder_aimage.content.store import ContentStore, Reader
 from clowder_aimage.content.verified_reader import verify
 from clowder_aimage.dialect import AImage, Layer
-from clowder_aimage.errors import ModelError, VerificationError
+from clowder_aimage.errors import NoMemoryError, VerificationError
 from clowder_aimage.importer.blob_writer import Encoders
 from clowder_aimage.importer.planned_layer import PlannedLayer
 from clowder_aimage.importer.range_reader import THREADS
@@ -107,7 +107,8 @@ def find_blob_difference(
 
     Raises:
         VerificationError: A source is damaged.
-        ModelError: A value does not fit its type, or a tensor does not fit in memory.
+        ModelError: A value does not fit its type.
+        NoMemoryError: A tensor does not fit in memory.
     """
     with ExitStack() as stack:
         count = min(threads or THREADS, max(1, len(layers)))
@@ -155,9 +156,9 @@ class _Comparison:
             self._verify_sources(planned)
             difference = self._find_difference(planned)
         except MemoryError:
-            raise ModelError(
+            raise NoMemoryError(
                 f"{planned.name[:200]} does not fit in memory",
-                hint="compute fewer tensors at a time: --jobs 1",
+                remedy="fewer_jobs",
             ) from None
         if difference is not None:
             with self._lock:

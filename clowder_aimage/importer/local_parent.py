@@ -32,7 +32,7 @@ _MAX_CANDIDATES = 4
 
 @dataclass(frozen=True, slots=True)
 class ParentSearch:
-    """What ``create`` with a recipe packs: the plan without the recipe, and that with it.
+    """Two plans of ``create``: without a recipe, and with it.
 
     ``exact`` is the result of the survey for the recipe.
     """

@@ -43,7 +43,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,63}")
 
 
 class Operation(StrEnum):
-    """What was done to the parent."""
+    """The change of the parent."""
 
     CAST = "cast"
     QUANTIZE = "quantize"
@@ -302,7 +302,7 @@ def _parse_recipe(value: Mapping[str, Any]) -> DerivationRecipe:
     if not isinstance(operation, str) or operation not in [*Operation]:
         raise FormatError(
             f"the operation {operation!r:.60} is unknown",
-            hint="a later version of aimage may know it",
+            hint="a later version of the program may know it",
         )
     dtype, weights = value.get("dtype"), value.get("weights")
     components = read_object(value.get("components", {}), "components")

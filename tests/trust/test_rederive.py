@@ -322,6 +322,15 @@ def test_what_cannot_be_computed_is_a_sentence(
     assert message in done.out
 
 
+def test_an_adapter_that_is_none_is_a_sentence(here: Aimage) -> None:
+    model = Digest.parse(find_digest(here, "m"))
+    recipe = DerivationRecipe(Operation.FUSE, adapters=(UsedAdapter("m", model, 1.0),))
+    replace_statement(here, Derivation(model, recipe, "fuse-v1"))
+    assert "is not an adapter, but another AImage" in here("verify", "d", "--rederive", code=5).out
+    replace_statement(here, Derivation(model, DerivationRecipe(Operation.EXTRACT), "copy-v1"))
+    assert "has no text encoder that is" in here("verify", "d", "--rederive", code=5).out
+
+
 def test_statements_that_disagree_are_all_computed(here: Aimage) -> None:
     here("convert", "m", "d", "--quantize", "int8", "-q")
     state(here, "d", quantized(find_digest(here, "f")))
@@ -359,8 +368,8 @@ def test_a_tensor_that_does_not_fit_in_memory_is_a_sentence(
         raise MemoryError
 
     monkeypatch.setattr(blob_encoder.BlobEncoder, "encode", fail)
-    out = here("verify", "d", "--rederive", code=5).out
-    assert "does not fit in memory; compute fewer tensors at a time: --jobs 1" in out
+    err = here("verify", "d", "--rederive", code=1).err
+    assert "does not fit in memory\n  compute fewer tensors at a time: --jobs 1" in err
 
 
 def test_adapters_are_found_by_their_digests(here: Aimage) -> None:

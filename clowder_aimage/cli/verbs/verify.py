@@ -20,6 +20,7 @@ from clowder_aimage.cli.console.option import (
 )
 from clowder_aimage.cli.console.output import format_count, format_size, print_result
 from clowder_aimage.cli.console.progress import Progress
+from clowder_aimage.cli.console.remedy import format_advice
 from clowder_aimage.cli.console.signer_option import (
     SECTION,
     file_path,
@@ -216,7 +217,11 @@ def _rederive(references: tuple[Reference, ...], sample: int | None, loras: tupl
 
 def _format_rederived(reference: Reference, report: RederiveReport) -> list[str]:
     """Return a line for each statement: its result, or why it cannot be computed."""
-    lines = [f"{reference}: {problem}" for problem in report.problems]
+    lines = list[str]()
+    for digest, error in report.problems:
+        advice = format_advice(error)
+        text = f"{error.message}; {advice}" if advice else error.message
+        lines.append(f"{reference}: statement {digest.short}: {text}")
     for result in report.statements:
         derivation, difference = result.derivation, result.difference
         made = f"{derivation.recipe.summary} of {derivation.parent} (from the {result.place})"
