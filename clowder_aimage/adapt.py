@@ -19,6 +19,7 @@ from clowder_aimage.importer.blob_writer import OnWritten, pack
 from clowder_aimage.importer.plan import plan_conversion
 from clowder_aimage.importer.planned_layer import PlannedLayer, plan_computed_layer, plan_file_layer
 from clowder_aimage.importer.row_scale import has_row_scales
+from clowder_aimage.importer.stated_recipe import state
 from clowder_aimage.layout.completeness import IncompleteError, open_complete, require_complete
 from clowder_aimage.layout.stored_aimage import (
     StoredAImage,
@@ -32,6 +33,7 @@ from clowder_aimage.oci.manifest import encode
 from clowder_aimage.tensor.blob import SCALE
 from clowder_aimage.tensor.quantization import ROW_SCALED
 from clowder_aimage.tensor.weight import FLOATS, Weight
+from clowder_aimage.trust.lineage import Derivation, DerivationRecipe, Operation, UsedAdapter
 
 if TYPE_CHECKING:
     from clowder_aimage.adapter.adapter import Adapter, Change, Floats
@@ -78,23 +80,48 @@ def combine(
         shapes = _collect_shapes(stored)
         for adapter, _ in uses:
             _read(adapter, shapes, str(base))
-        plan = _plan_unchanged(stored)
-        config = dict(stored.aimage.properties)
-        adapters, defaults = dict(config.get("adapters", {})), list(config.get("loras", []))
-        layers = list(plan.layers)
-        for adapter, strength in uses:
-            name = _free_name(adapter.name, adapters)
-            adapters[name] = {
-                key: value for key, value in adapter.metadata.items() if value not in (None, [])
-            }
-            defaults.append({"adapter": name, "strength": strength})
-            layers += _plan_files(adapter, f"adapters/{name}")
-        layers.sort(key=lambda layer: layer.name)
-        config |= {"adapters": dict(sorted(adapters.items())), "loras": defaults}
-        plan = _replan(plan, layers, config)
+        plan = plan_combination(stored, uses)
         on_plan(plan)
-        dialect = stored.dialect
-        return pack(plan, store, lease, target, dialect, threads=threads, on_written=on_written)
+        return pack(
+            plan,
+            store,
+            lease,
+            target,
+            stored.dialect,
+            threads=threads,
+            on_written=on_written,
+            derive=lambda _: _state(stored, Operation.ADAPT, uses),
+        )
+
+
+def plan_combination(stored: StoredAImage, uses: Sequence[Used]) -> CreatePlan:
+    """Return the plan of an AImage with adapters beside its layers. Raises FormatError."""
+    plan = _plan_unchanged(stored)
+    config = dict(stored.aimage.properties)
+    adapters, defaults = dict(config.get("adapters", {})), list(config.get("loras", []))
+    layers = list(plan.layers)
+    for adapter, strength in uses:
+        name = _free_name(adapter.name, adapters)
+        adapters[name] = {
+            key: value for key, value in adapter.metadata.items() if value not in (None, [])
+        }
+        defaults.append({"adapter": name, "strength": strength})
+        layers += _plan_files(adapter, f"adapters/{name}")
+    layers.sort(key=lambda layer: layer.name)
+    config |= {"adapters": dict(sorted(adapters.items())), "loras": defaults}
+    return _replan(plan, layers, config)
+
+
+def _state(
+    stored: StoredAImage,
+    operation: Operation,
+    uses: Sequence[Used],
+    values: StoredAImage | None = None,
+) -> Derivation:
+    adapters = (UsedAdapter(entry.name, entry.digest, strength) for entry, strength in uses)
+    weights = values.descriptor.digest if values else None
+    recipe = DerivationRecipe(operation, adapters=tuple(adapters), weights=weights)
+    return state(stored.descriptor.digest, recipe)
 
 
 def fuse(
@@ -123,48 +150,79 @@ def fuse(
     Recipe(dtype="f32").check_tools()
     with store.lease() as lease:
         stored = _open_base(store, base, lease)
-        shapes = _collect_shapes(stored)
-        adapters = [
-            (_read(adapter_source, shapes, str(base)), strength)
-            for adapter_source, strength in uses
-        ]
         parent = _find_parent(store, stored, lease)
-        plan = _plan_unchanged(stored)
-        weights = _create_value_reader(store, stored)
-        parent_weights = _create_value_reader(store, parent) if parent else weights
-        changed: dict[str, PlannedLayer] = {}
-        are_quantized = False
-        for name, weight in _read_single_weights(store, stored).items():
-            if changes := _list_changes(adapters, name):
-                are_quantized |= weight.quantization is not None
-                source = weights if weight.quantization is None else parent_weights
-                changed[name] = _fuse_layer(name, weight, partial(_sum, source, name, changes))
-        missing = {name for adapter, _ in adapters for name in adapter.changes} - changed.keys()
-        if missing:
-            raise ModelError(
-                f"{base} has no blob for {min(missing)[:200]} alone, to which an adapter is added",
-                hint="keep the adapters beside the model instead",
-            )
-        config = dict(stored.aimage.properties)
-        added = [
-            {
-                "name": adapter_source.name,
-                "digest": str(adapter_source.digest),
-                "strength": strength,
-            }
-            for adapter_source, strength in uses
-        ]
-        config["fused"] = [*config.get("fused", []), *added]
-        layers = [changed.get(layer.name, layer) for layer in plan.layers]
-        layers = [layer for layer in layers if layer.name != FUSION_FILE]
-        layers.append(_plan_fusion_file(stored, config["fused"]))
-        layers.sort(key=lambda layer: layer.name)
-        plan = _replan(plan, layers, config)
-        on_plan(plan)
+        fusion = plan_fusion(store, stored, base, uses, parent)
+        on_plan(fusion.plan)
         packed = pack(
-            plan, store, lease, target, stored.dialect, threads=threads, on_written=on_written
+            fusion.plan,
+            store,
+            lease,
+            target,
+            stored.dialect,
+            threads=threads,
+            on_written=on_written,
+            derive=lambda _: _state(
+                stored, Operation.FUSE, uses, parent if fusion.changes_quantized else None
+            ),
         )
-        return FusedModel(packed, _describe_requantization(base, parent) if are_quantized else "")
+        is_remarkable = fusion.changes_quantized
+        return FusedModel(packed, _describe_requantization(base, parent) if is_remarkable else "")
+
+
+@dataclass(frozen=True, slots=True)
+class FusionPlan:
+    """The plan of a fusion; ``changes_quantized`` is True if a changed weight is quantized."""
+
+    plan: CreatePlan
+    changes_quantized: bool
+
+
+def plan_fusion(
+    store: ContentStore,
+    stored: StoredAImage,
+    base: Reference,
+    uses: Sequence[Used],
+    values: StoredAImage | None,
+) -> FusionPlan:
+    """Return the plan of an AImage with adapters in its weights. Raises as ``fuse``.
+
+    ``values`` has the values of quantized weights; None: they are dequantized.
+    """
+    shapes = _collect_shapes(stored)
+    adapters = [
+        (_read(adapter_source, shapes, str(base)), strength) for adapter_source, strength in uses
+    ]
+    plan = _plan_unchanged(stored)
+    weights = _create_value_reader(store, stored)
+    parent_weights = _create_value_reader(store, values) if values else weights
+    changed: dict[str, PlannedLayer] = {}
+    are_quantized = False
+    for name, weight in _read_single_weights(store, stored).items():
+        if changes := _list_changes(adapters, name):
+            are_quantized |= weight.quantization is not None
+            source = weights if weight.quantization is None else parent_weights
+            changed[name] = _fuse_layer(name, weight, partial(_sum, source, name, changes))
+    missing = {name for adapter, _ in adapters for name in adapter.changes} - changed.keys()
+    if missing:
+        raise ModelError(
+            f"{base} has no blob for {min(missing)[:200]} alone, to which an adapter is added",
+            hint="keep the adapters beside the model instead",
+        )
+    config = dict(stored.aimage.properties)
+    added = [
+        {
+            "name": adapter_source.name,
+            "digest": str(adapter_source.digest),
+            "strength": strength,
+        }
+        for adapter_source, strength in uses
+    ]
+    config["fused"] = [*config.get("fused", []), *added]
+    layers = [changed.get(layer.name, layer) for layer in plan.layers]
+    layers = [layer for layer in layers if layer.name != FUSION_FILE]
+    layers.append(_plan_fusion_file(stored, config["fused"]))
+    layers.sort(key=lambda layer: layer.name)
+    return FusionPlan(_replan(plan, layers, config), are_quantized)
 
 
 def _open_base(store: ContentStore, reference: Reference, lease: Lease) -> StoredAImage:

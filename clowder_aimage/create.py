@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +32,17 @@ from clowder_aimage.importer import (
 )
 from clowder_aimage.importer.blob_writer import OnWritten, pack
 from clowder_aimage.importer.enhancer_plan import plan_enhancer
+from clowder_aimage.importer.local_parent import ParentSearch
 from clowder_aimage.importer.model_source import ModelForm, take
 from clowder_aimage.importer.plan import plan_conversion
 from clowder_aimage.importer.planned_layer import join_name
 from clowder_aimage.importer.precision_scan import OnSurvey, survey_weights
+from clowder_aimage.importer.stated_recipe import state, state_conversion
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.completeness import open_complete
 from clowder_aimage.layout.stored_aimage import (
     MAX_CONFIG_SIZE,
+    StoredAImage,
     read_aimage,
     read_manifest,
 )
@@ -47,6 +50,7 @@ from clowder_aimage.oci import Descriptor, Reference, mediatype
 from clowder_aimage.oci.reference import DEFAULT_TAG
 from clowder_aimage.tensor.config_fields import parse_object
 from clowder_aimage.tensor.quantization_config import QuantizationConfig
+from clowder_aimage.trust.lineage import Derivation, DerivationRecipe, Operation
 
 DETECTED = ModelForm()
 
@@ -98,19 +102,37 @@ def create(
         shapes = {join_name(n, weight.name): weight.shape for n in weights for weight in weights[n]}
         _check(inventory, shapes, "the model")
         exact = survey_weights(weights, recipe, threads, on_survey, on_surveyed)
-        plan = make_plan(
+        subject = _resolve_subject(store, base, inventory, lease) if base else None
+        make = partial(
+            make_plan,
             inventory,
             chosen,
             provenance or Provenance(),
             algorithm,
-            recipe=recipe,
-            exact=exact,
             compression=form.compression,
-            subject=_resolve_subject(store, base, inventory, lease) if base else None,
+            subject=subject,
         )
+        plan = make(recipe=recipe, exact=exact)
         check_config(plan)
         on_plan(plan)
-        return pack(plan, store, lease, reference, chosen, threads=threads, on_written=on_written)
+
+        def derive(made: AImage) -> Derivation | None:
+            if not recipe.changes or not isinstance(store, ImageLayout):
+                return None
+            search = ParentSearch(make(), plan, recipe, exact)
+            parent = search.find(store, chosen, made, threads)
+            return state_conversion(parent, recipe, is_variant=False) if parent else None
+
+        return pack(
+            plan,
+            store,
+            lease,
+            reference,
+            chosen,
+            threads=threads,
+            on_written=on_written,
+            derive=derive,
+        )
 
 
 def create_by_stem(store: ImageLayout, path: Path, **options: Any) -> tuple[Reference, PackedModel]:
@@ -189,16 +211,52 @@ def convert(
         stored = open_complete(store, reference, lease)
         if is_attached and stored.dialect.name != DEFAULT:
             raise UsageError(f"the dialect {stored.dialect.name} has no variants")
-        layers = read_stored(store, stored.aimage, _read_quantization(store, stored.aimage))
-        exact = survey_weights(group_weights(layers), recipe, threads, on_survey, on_surveyed)
-        subject = stored.descriptor if is_attached else None
-        base = subject and Descriptor(subject.media_type, subject.digest, subject.size)
-        plan = plan_conversion(stored.aimage, layers, stored.dialect, recipe, exact, base)
+        plan = plan_convert(
+            store,
+            stored,
+            recipe,
+            is_attached=is_attached,
+            threads=threads,
+            on_survey=on_survey,
+            on_surveyed=on_surveyed,
+        )
         check_config(plan)
         on_plan(plan)
         return pack(
-            plan, store, lease, target, stored.dialect, threads=threads, on_written=on_written
+            plan,
+            store,
+            lease,
+            target,
+            stored.dialect,
+            threads=threads,
+            on_written=on_written,
+            derive=lambda _: state_conversion(
+                stored.descriptor.digest, recipe, is_variant=is_attached
+            ),
         )
+
+
+def plan_convert(
+    store: ContentStore,
+    stored: StoredAImage,
+    recipe: Recipe,
+    *,
+    is_attached: bool,
+    threads: int | None,
+    on_survey: OnSurvey = lambda _: None,
+    on_surveyed: OnSurvey = lambda _: None,
+    only: Container[str] | None = None,
+) -> CreatePlan:
+    """Return the plan of the conversion of a complete AImage. Raises as ``convert``.
+
+    With ``only``, decisions that depend on values are made for the layers of these names.
+    """
+    layers = read_stored(store, stored.aimage, _read_quantization(store, stored.aimage))
+    surveyed = [entry for entry in layers if only is None or entry.layer.name in only]
+    exact = survey_weights(group_weights(surveyed), recipe, threads, on_survey, on_surveyed)
+    subject = stored.descriptor if is_attached else None
+    base = subject and Descriptor(subject.media_type, subject.digest, subject.size)
+    return plan_conversion(stored.aimage, layers, stored.dialect, recipe, exact, base)
 
 
 def create_enhancer(
@@ -223,8 +281,9 @@ def create_enhancer(
         StoreError, NoSpaceError: The store cannot be written.
     """
     with store.lease() as lease:
-        image_model = open_complete(store, base, lease).aimage
-        language_model = None if weights is None else open_complete(store, weights, lease).aimage
+        stored = open_complete(store, base, lease)
+        other = None if weights is None else open_complete(store, weights, lease)
+        image_model, language_model = stored.aimage, other.aimage if other else None
         enhancer = plan_enhancer(store, image_model, str(base), language_model, str(weights))
         _check_last_layer(
             store,
@@ -235,8 +294,18 @@ def create_enhancer(
         check_config(enhancer.plan)
         on_plan(enhancer.plan)
         chosen = DIALECTS[DEFAULT]
+        # Weights that replace nothing are not used
+        digest = other.descriptor.digest if other and enhancer.replaced else None
+        recipe = DerivationRecipe(Operation.EXTRACT, weights=digest)
         packed = pack(
-            enhancer.plan, store, lease, target, chosen, threads=threads, on_written=on_written
+            enhancer.plan,
+            store,
+            lease,
+            target,
+            chosen,
+            threads=threads,
+            on_written=on_written,
+            derive=lambda _: state(stored.descriptor.digest, recipe),
         )
         return packed, enhancer.replaced
 

@@ -34,9 +34,17 @@ from clowder_aimage.errors import (
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.entry_name import find_entry_name
 from clowder_aimage.layout.stored_aimage import inflate_copied
-from clowder_aimage.oci import MAX_MANIFEST_SIZE, Descriptor, Digest, Index, Reference
+from clowder_aimage.oci import (
+    MAX_MANIFEST_SIZE,
+    Descriptor,
+    Digest,
+    Index,
+    Reference,
+    mediatype,
+)
 from clowder_aimage.oci.descriptor import MAX_SIZE
 from clowder_aimage.trust.bundle import MEDIA_TYPE
+from clowder_aimage.trust.lineage import adopt_statement
 
 _MAX_LAYOUT_FILE = 4096  # bytes of oci-layout
 # Each name is a separate durable write.
@@ -122,6 +130,8 @@ class _Loader:
     # The files of the archive that are not blobs.
     files: dict[str, bytes] = field(default_factory=dict)
     roots: list[Descriptor] = field(default_factory=list)
+    # Of derivations: they get no name
+    statements: list[Descriptor] = field(default_factory=list)
     names: dict[Reference, Descriptor] = field(default_factory=dict)
     # The content that the documents list.
     expected: dict[Digest, Descriptor] = field(default_factory=dict)
@@ -146,8 +156,8 @@ class _Loader:
         # The counts are of blobs. Manifests and indexes are not counted.
         stored = self.stored - self.documents
         skipped = self.visited - self.documents - stored
-        named_roots = set(self.names.values())
-        unnamed = [_describe(root) for root in self.roots if root not in named_roots]
+        known = {*self.names.values(), *self.statements}
+        unnamed = [_describe(root) for root in self.roots if root not in known]
         return LoadResult(
             tuple(names), tuple(unnamed), len(stored), len(skipped), problem if problems else None
         )
@@ -177,7 +187,11 @@ class _Loader:
 
     def _read_index(self, data: bytes) -> None:
         self.roots = _parse_entries(data, self.tar.name)
-        self.names = _choose_names(self.roots, self.name, self.tar.name)
+        self.statements = [root for root in self.roots if _is_statement(root)]
+        others = [root for root in self.roots if not _is_statement(root)]
+        if not others:
+            raise FormatError(f"{self.tar.name} has only statements of derivations")
+        self.names = _choose_names(others, self.name, self.tar.name)
         self._expect(self.roots)
 
     def _expect(self, contents: Iterable[Descriptor]) -> None:
@@ -264,6 +278,12 @@ class _Loader:
                 problems.append(f"{reference}: {error.message}")
             else:
                 set_names.append((reference, root))
+        for root in self.statements:
+            try:
+                self.documents.add(root.digest)
+                adopt_statement(self.layout, root)
+            except (ContentError, NotFoundError) as error:
+                problems.append(f"{_describe(root)}: {error.message}")
         return set_names, problems
 
     def _plan(self, root: Descriptor) -> tuple[list[Descriptor], CopyPlan | None]:
@@ -282,6 +302,10 @@ class _Loader:
 def _is_signature(reference: Reference, root: Descriptor) -> bool:
     is_tagged = (reference.tag or "").endswith(".sig")
     return is_tagged or root.extra.get("artifactType") == MEDIA_TYPE
+
+
+def _is_statement(root: Descriptor) -> bool:
+    return root.extra.get("artifactType") == mediatype.AIMAGE_DERIVATION
 
 
 def _list_own_names(root: Descriptor) -> list[Reference]:

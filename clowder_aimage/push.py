@@ -19,7 +19,7 @@ from clowder_aimage.content import (
     plan_copy,
 )
 from clowder_aimage.content.copy_option import CopyEvent, ignore
-from clowder_aimage.content.gate import find_gate
+from clowder_aimage.content.gate import find_gate, unchecked
 from clowder_aimage.content.graph import read_document, walk
 from clowder_aimage.content.store import Reader, WrappedSource
 from clowder_aimage.content.telemetry import start_span
@@ -57,8 +57,7 @@ from clowder_aimage.registry import (
     UnlistedReferrerError,
     is_generated,
 )
-from clowder_aimage.trust.bundle import MEDIA_TYPE
-from clowder_aimage.trust.collection import RegistryPlace, iter_stored_signatures
+from clowder_aimage.trust.collection import CARRIED, MAX_REFERRERS, RegistryPlace, iter_carried
 from clowder_aimage.trust.simple_signing import build_signature_tag
 
 _log = logging.getLogger("aimage.registry")
@@ -239,8 +238,11 @@ def _transfer(
     unlisted: list[UnlistedReferrerError] = []
     names = [reference for pair in pairs for reference in pair]
     for key, (plan, name) in plans.items():
+        # A statement is not believed, so that it needs no signature.
+        is_open = plan.documents[-1][1].artifact_type == mediatype.AIMAGE_DERIVATION
+        repository = source_repository.without_gate() if is_open else source_repository
         try:
-            _copy(source_repository, name, target_repository, connections, on_copy_event, plan)
+            _copy(repository, name, target_repository, connections, on_copy_event, plan)
         except AccessError as error:
             if not recursive and isinstance(key, Digest):
                 _leave_out(key, error, names)
@@ -292,14 +294,16 @@ def _plan_signature(
     repository: Repository, source: Reference, target: Reference, subject: Digest, root: Descriptor
 ) -> tuple[CopyPlan, Reference] | None:
     """Return the copy of a signature and its name; None for what is none, or cannot be read."""
+    is_statement = root.extra.get("artifactType") == mediatype.AIMAGE_DERIVATION
+    content = Descriptor(root.media_type, root.digest, root.size)
     try:
-        plan = plan_copy(repository, Descriptor(root.media_type, root.digest, root.size))
+        plan = plan_copy(repository.without_gate() if is_statement else repository, content)
     except (NotFoundError, ContentError):
         return None
     except AccessError as error:
         _leave_out(root.digest, error, (source, target))
         return None
-    if root.extra.get("artifactType") == MEDIA_TYPE:
+    if root.extra.get("artifactType") in CARRIED:
         return plan, target.with_digest(root.digest)
     _, document = plan.documents[-1]
     kinds = {child.media_type for child in document.children[1:]}
@@ -321,11 +325,13 @@ def _list_signatures(
 ) -> list[Descriptor]:
     """Return the signatures of a manifest: bundles, and the manifest of cosign's older form.
 
-    A registry that does not answer has none to copy; a policy then refuses the copy.
+    Statements of derivations are copied with them. A registry that does not answer has none to
+    copy; a policy then refuses the copy.
     """
     place, found = RegistryPlace(repository, source), list[Descriptor]()
     with contextlib.suppress(AccessError, FormatError):
-        found += place.list_bundles(subject)
+        listed = repository.list_referrers(subject, limit=MAX_REFERRERS)
+        found += [entry for entry in listed if entry.extra.get("artifactType") in CARRIED]
     with contextlib.suppress(AccessError, FormatError):
         tagged = place.find_tagged(subject)
         found += [tagged] if tagged else []
@@ -335,21 +341,26 @@ def _list_signatures(
 def _push_signatures(
     store: ContentStore, plan: CopyPlan, reference: Reference, repository: Repository
 ) -> None:
-    """Push the signatures of the documents of a plan that the store has.
+    """Push the signatures of the documents of a plan that the store has, and what it attached.
 
     A tag with signatures of the registry's own is left as it is.
     """
     if not isinstance(store, ImageLayout):
         return
     digests = {content.digest for content, _ in plan.documents}
-    for name, content in iter_stored_signatures(store, digests):
+    for name, content in iter_carried(store, reference, digests):
         target = replace(reference, tag=name.tag, digest=None if name.tag else content.digest)
         if name.tag is not None:
             with contextlib.suppress(NotFoundError):
                 repository.resolve(target)
                 continue
         try:
-            copy(store, name, repository, target, plan=plan_copy(store, content))
+            with unchecked():
+                attached = plan_copy(store, content)
+            copy(store, name, repository, target, plan=attached)
+        except NotFoundError:
+            # Another program has removed it
+            continue
         except UnlistedReferrerError:
             # It is in the registry.
             continue

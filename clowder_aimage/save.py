@@ -13,6 +13,7 @@ from clowder_aimage.content import CopyPlan, Lease, OnEvent, copy, plan_copy
 from clowder_aimage.content.atomic_file import open_atomic
 from clowder_aimage.content.copy_option import ignore
 from clowder_aimage.content.file_system import measure_space, set_mode
+from clowder_aimage.content.gate import unchecked
 from clowder_aimage.content.open_directory import open_special, resolve
 from clowder_aimage.content.tar_store import TarTarget, write_error
 from clowder_aimage.content.verified_reader import check_size
@@ -23,7 +24,7 @@ from clowder_aimage.layout.lock import translate_store_errors
 from clowder_aimage.layout.stored_aimage import lease_manifest, read_aimage
 from clowder_aimage.oci import Descriptor, Digest, Index, Manifest, Reference, mediatype
 from clowder_aimage.oci.manifest import encode, parse_document
-from clowder_aimage.trust.collection import iter_stored_signatures
+from clowder_aimage.trust.collection import iter_carried
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +65,12 @@ def save(
     """
     with layout.lease() as lease:
         names = _resolve(layout, references, lease)
-        names = _add_signatures(layout, names, lease)
+        carried = _list_carried(layout, names, lease)
         plans = [_plan(layout, reference, root, lease) for reference, root in names]
+        with unchecked():
+            plans += [_plan(layout, reference, root, lease) for reference, root in carried]
+        pairs = sorted(zip([*names, *carried], plans, strict=True), key=lambda x: str(x[0][0]))
+        names, plans = [name for name, _ in pairs], [plan for _, plan in pairs]
         documents = {
             content.digest: (content, document)
             for plan in plans
@@ -100,18 +105,17 @@ def _resolve(
     return sorted(names.items(), key=lambda entry: str(entry[0]))
 
 
-def _add_signatures(
+def _list_carried(
     layout: ImageLayout, names: list[tuple[Reference, Descriptor]], lease: Lease
 ) -> list[tuple[Reference, Descriptor]]:
-    """Add the signatures of all manifests below these names, which the layout has."""
-    digests = {
-        content.digest
-        for _, root in names
-        for content, _ in plan_copy(layout, root, is_sparse=True).documents
-    }
-    found = dict(names) | dict(iter_stored_signatures(layout, digests))
+    """Return what travels with all manifests below these names: signatures and statements."""
+    found = dict[Reference, Descriptor]()
+    for name, root in names:
+        documents = plan_copy(layout, root, is_sparse=True).documents
+        digests = {content.digest for content, _ in documents}
+        found |= dict(iter_carried(layout, name, digests))
     lease.add(*(root.digest for root in found.values()))
-    return sorted(found.items(), key=lambda entry: str(entry[0]))
+    return [item for item in found.items() if item[0] not in dict(names)]
 
 
 def _plan(layout: ImageLayout, reference: Reference, root: Descriptor, lease: Lease) -> CopyPlan:

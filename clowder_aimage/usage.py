@@ -21,7 +21,7 @@ from clowder_aimage.layout.blob_directory import BlobDirectories
 from clowder_aimage.layout.digest_scan import LARGEST, DigestScanner, iter_blobs
 from clowder_aimage.layout.lock import check_own, translate_store_errors
 from clowder_aimage.layout.need_table import NeedTable
-from clowder_aimage.layout.unpacking import list_unpacked
+from clowder_aimage.layout.unpacking import list_companions
 from clowder_aimage.oci import Descriptor, Digest, Manifest
 
 # st_blocks counts units of this many bytes (stat(2)).
@@ -180,14 +180,15 @@ class _NeedReader:
     """
 
     def __init__(self, layout: ImageLayout, roots: Sequence[Path]) -> None:
-        self._unpacked = list_unpacked(layout.root)
-        self._scanner = DigestScanner(self._unpacked)
+        self._companions = list_companions(layout.root)
+        self._kept = frozenset(self._companions)
+        self._scanner = DigestScanner(self._companions)
         self._table = NeedTable(layout.root)
         self._blobs = BlobDirectories(roots)
         self.sizes = self._blobs.measure_all(self._table.digests)
         # Needs with one of these are not those in the table, or not all stored
         self._uncertain = {number for number, size in enumerate(self.sizes) if size < 0}
-        self._uncertain |= {*self._table.number(self._unpacked)} if self._unpacked else set()
+        self._uncertain |= {*self._table.number(self._companions)} if self._companions else set()
         # Documents that differ from their digests
         self._damaged: set[str] = set()
 
@@ -214,7 +215,7 @@ class _NeedReader:
         self.sizes += self._blobs.measure_all(self._table.digests[len(self.sizes) :])
         missing = {self._table.digests[number] for number in blobs if self.sizes[number] < 0}
         if not missing:
-            if needed.isdisjoint({*self._damaged, *self._unpacked}):
+            if needed.isdisjoint(self._damaged) and needed.isdisjoint(self._kept):
                 self._table.add(key, blobs)
             return _NeededBlobs(blobs, {})
         return _NeededBlobs(

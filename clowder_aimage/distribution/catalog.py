@@ -12,6 +12,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from clowder_aimage.content.graph import build_referrer_entry, walk
 from clowder_aimage.content.verified_reader import read_all
@@ -24,6 +25,7 @@ from clowder_aimage.errors import (
     NotFoundError,
 )
 from clowder_aimage.layout import ImageLayout
+from clowder_aimage.layout.attachment import list_attachments, list_subjects
 from clowder_aimage.layout.repository_record import RepositoryRecords
 from clowder_aimage.oci import (
     Descriptor,
@@ -165,9 +167,11 @@ class Catalog:
             return None
         repository = reference.repository
         indexes = self._gather(lambda table: table.list_indexes(repository))
-        return self._reach(
+        found = self._reach(
             (entry.descriptor for entry in indexes), reference.digest
         ) or self._reach(self.list_untagged(repository), reference.digest)
+        attached = (x for x in self._iter_attached(repository) if x.digest == reference.digest)
+        return found or next(attached, None)
 
     def reach(self, roots: Mapping[Digest, Descriptor], digest: Digest) -> Descriptor | None:
         """Return the manifest that is one of ``roots``, or that an index among them lists.
@@ -202,16 +206,25 @@ class Catalog:
 
     def iter_summaries(self, repository: str) -> Iterator[ManifestSummary]:
         """Yield the manifests of ``repository``, each once; unreadable ones are skipped."""
-        for descriptor in self.list_manifests(repository).values():
+        manifests = self.list_manifests(repository)
+        manifests |= {content.digest: content for content in self._iter_attached(repository)}
+        for descriptor in manifests.values():
             try:
                 yield self._read_summary(descriptor)
             except (NotFoundError, ContentError):
                 continue
 
+    def _iter_attached(self, repository: str) -> Iterator[Descriptor]:
+        """Yield the artifacts that the store has attached to manifests of ``repository``."""
+        roots = self._layout.roots
+        if subjects := list_subjects(roots):
+            for subject in subjects.intersection(self.list_manifests(repository)):
+                yield from list_attachments(roots, subject)
+
     def find_needed(self, repository: str, digests: set[Digest]) -> set[Digest]:
         """Return those of ``digests`` that are manifests of ``repository``, or that these need."""
         needed = set[Digest]()
-        for root in self._iter_manifests(repository):
+        for root in chain(self._iter_manifests(repository), self._iter_attached(repository)):
             for content in self._walk(root):
                 needed |= digests & {content.digest}
                 needed |= digests & self._children.get(content)

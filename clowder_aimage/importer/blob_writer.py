@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -32,6 +32,7 @@ from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.gc import remove_partials
 from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference
 from clowder_aimage.oci.digest import create_hasher
+from clowder_aimage.trust.lineage import Derivation, keep_derivation
 
 # Bytes of a thread's buffer, their minimum, and the limit for all threads together.
 BUFFER = 4 * 1024 * 1024
@@ -76,27 +77,45 @@ def write_layers(
     return [written[planned.name] for planned in plan.layers]
 
 
+class Encoders:
+    """The encoders of ``threads`` threads for some layers, and what they share, until ``stack``."""
+
+    def __init__(self, layers: Sequence[PlannedLayer], threads: int, stack: ExitStack) -> None:
+        self.stopped = threading.Event()
+        self._local = threading.local()
+        self._threads = max(1, threads)
+        self.size = max(MIN_BUFFER, min(BUFFER, BUFFERS // self._threads))
+        self._quantizer = None
+        quantizations = {q for layer in layers for q in layer.quantizations}
+        if any(not quantization.is_by_row for quantization in quantizations):
+            from clowder_aimage.importer.quantizer import Quantizer
+
+            self._quantizer = stack.enter_context(Quantizer(self._threads))
+
+    @property
+    def current(self) -> BlobEncoder:
+        """Return the encoder of the calling thread."""
+        if not hasattr(self._local, "encoder"):
+            self._local.encoder = BlobEncoder(
+                self.size, self.stopped, self._quantizer, self._threads
+            )
+        encoder: BlobEncoder = self._local.encoder
+        return encoder
+
+
 class _Writer:
     """State shared by the threads of one create."""
 
     def __init__(
         self, plan: CreatePlan, store: ContentStore, lease: Lease, threads: int, stack: ExitStack
     ) -> None:
-        self.stopped = threading.Event()
+        self._encoders = Encoders(plan.layers, threads, stack)
+        self.stopped, self._size = self._encoders.stopped, self._encoders.size
         self._algorithm = plan.algorithm
         self._store = store
         self._lease = lease
-        self._local = threading.local()
         self._lock = threading.Lock()
         self._claimed: set[Digest] = set()
-        self._threads = max(1, threads)
-        self._size = max(MIN_BUFFER, min(BUFFER, BUFFERS // self._threads))
-        self._quantizer = None
-        quantizations = {q for layer in plan.layers for q in layer.quantizations}
-        if any(not quantization.is_by_row for quantization in quantizations):
-            from clowder_aimage.importer.quantizer import Quantizer
-
-            self._quantizer = stack.enter_context(Quantizer(self._threads))
         self._sizes: frozenset[int] = frozenset()
         if isinstance(store, ImageLayout) and any(layer.size > self._size for layer in plan.layers):
             # Partial blobs of killed processes would take the space of the new ones.
@@ -122,13 +141,7 @@ class _Writer:
 
     @property
     def _encoder(self) -> BlobEncoder:
-        """Return the encoder of the calling thread."""
-        if not hasattr(self._local, "encoder"):
-            self._local.encoder = BlobEncoder(
-                self._size, self.stopped, self._quantizer, self._threads
-            )
-        encoder: BlobEncoder = self._local.encoder
-        return encoder
+        return self._encoders.current
 
     def _exists(self, layer: Layer) -> bool:
         # The lease comes first: a garbage collection could delete the blob after the check.
@@ -253,8 +266,12 @@ def pack(
     *,
     threads: int | None,
     on_written: OnWritten,
+    derive: Callable[[AImage], Derivation | None] = lambda _: None,
 ) -> PackedModel:
     """Store all blobs of the plan and tag the AImage as ``reference``.
+
+    The statement of the derivation that ``derive`` returns is attached to the AImage, whose digest
+    does not change.
 
     Raises:
         ModelError, VerificationError, StoreError, NoSpaceError: As ``write_layers``; complete
@@ -268,6 +285,9 @@ def pack(
     manifest, config = dialect.write(aimage)
     lease.add(manifest.config.digest, manifest.digest)
     store.push(manifest.config, build_bytes_body(config))
+    if (derivation := derive(aimage)) is not None:
+        # Before the name: a derived AImage with a name has its statement.
+        keep_derivation(store, lease, manifest.descriptor, derivation)
     store.push(manifest.descriptor, build_bytes_body(manifest.raw), reference)
     return PackedModel(
         manifest.descriptor, manifest, aimage, tuple(written), plan.report, plan.left_out

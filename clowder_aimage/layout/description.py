@@ -33,8 +33,10 @@ LISTING, MODEL = "listing", "described"
 UNPACKED = "unpacked"
 # The memory of models
 MEASURED = "measured"
+# Of the artifacts that are attached to manifests
+ATTACHED = "attached"
 # Those that garbage collection removes with their manifests
-KINDS = (LISTING, MODEL, UNPACKED, MEASURED)
+KINDS = (LISTING, MODEL, UNPACKED, MEASURED, ATTACHED)
 # Bytes of a file
 _MAX_SIZE = 64 * 1024
 _PACK = "pack"

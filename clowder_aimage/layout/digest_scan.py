@@ -10,7 +10,7 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,18 +41,18 @@ class ScannedDocument:
 class DigestScanner:
     """A cache of scanned documents. Equal digests share one string, to save memory.
 
-    ``unpacked``: by the digest of a manifest, that of the manifest of its unpacked files.
+    ``companions``: by the digest of a manifest, those of manifests that live as long as it.
     """
 
-    def __init__(self, unpacked: Mapping[str, str] | None = None) -> None:
-        self.unpacked = unpacked or {}
+    def __init__(self, companions: Mapping[str, Sequence[str]] | None = None) -> None:
+        self.companions = companions or {}
         self._documents: dict[str, ScannedDocument] = {}
         self._interned: dict[bytes, str] = {}
 
     def walk(self, root: str, read: Read) -> Iterator[tuple[str, ScannedDocument | None]]:
         """Yield a document and all below it, each once; None for one that ``read`` lacks.
 
-        The manifest of unpacked files is below that of the packed ones.
+        The companions of a manifest are below it.
         """
         pending, visited = [root], set()
         while pending:
@@ -62,7 +62,7 @@ class DigestScanner:
                 document = self.scan(digest, read)
                 yield digest, document
                 pending += document.documents if document else ()
-                pending += [self.unpacked[digest]] if digest in self.unpacked else []
+                pending += self.companions.get(digest, ())
 
     def scan(self, digest: str, read: Read) -> ScannedDocument | None:
         """Return the digests in one document, or None if ``read`` does not find it."""

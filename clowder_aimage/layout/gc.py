@@ -41,7 +41,7 @@ from clowder_aimage.layout.lock import (
     translate_store_errors,
 )
 from clowder_aimage.layout.repository_record import RepositoryRecords
-from clowder_aimage.layout.unpacking import list_unpacked
+from clowder_aimage.layout.unpacking import list_companions
 from clowder_aimage.oci import Descriptor, Digest, Reference
 
 # Seconds that an unnamed blob is kept: another tool may be about to tag it.
@@ -186,7 +186,7 @@ class Collector:
     def _find_live(self, roots: Iterable[tuple[str, Digest]]) -> set[str]:
         live: set[str] = set()
         # Read again under the lock: a model may have been unpacked since
-        self._scanner.unpacked = list_unpacked(self.layout.root)
+        self._scanner.companions = list_companions(self.layout.root)
         for name, digest in roots:
             live |= self._needs(digest, name)
         # A process may still read a manifest after its tag has moved.

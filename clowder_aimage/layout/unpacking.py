@@ -28,6 +28,7 @@ from clowder_aimage.dialect.layer_name import clean_path
 from clowder_aimage.dialect.packing import has_packed_layers, is_tar, is_unpacked_to_run
 from clowder_aimage.dialect.vendor import guess_media_type
 from clowder_aimage.errors import FormatError, NoSpaceError, NotFoundError, StoreError
+from clowder_aimage.layout.attachment import list_all_attachments
 from clowder_aimage.layout.description import UNPACKED
 from clowder_aimage.layout.layout import ImageLayout
 from clowder_aimage.layout.lock import PRIVATE, check_own, hold_lock, make_directory, open_regular
@@ -43,19 +44,20 @@ _LOCK = "unpacking"
 _SUFFIXES = (".gz", ".zst")
 
 
-def list_unpacked(root: Path) -> dict[str, str]:
-    """Return the digests of the manifests of unpacked files, by those of the packed AImages.
+def list_companions(root: Path) -> dict[str, list[str]]:
+    """Return the digests of manifests without a name, by those of the manifests that keep them.
 
-    Raises StoreError.
+    These are the manifests of unpacked files, by those of the packed AImages, and attached
+    artifacts. Raises StoreError.
     """
+    companions = list_all_attachments(root)
     directory = Path(check_own(root, UNPACKED))
-    records: dict[str, str] = {}
     with contextlib.suppress(FileNotFoundError):
         for path in directory.iterdir():
             if (record := _read_record(path)) is not None:
                 packed, unpacked = record
-                records[packed] = str(unpacked.digest)
-    return records
+                companions.setdefault(packed, []).append(str(unpacked.digest))
+    return companions
 
 
 def find_unpacked(store: ImageLayout, stored: StoredAImage, lease: Lease | None) -> AImage | None:

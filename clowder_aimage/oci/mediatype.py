@@ -31,6 +31,8 @@ AIMAGE_LORA = "application/vnd.clowder.aimage.adapter.lora.layer.v1"
 # The config and the artifact type of generated pictures.
 AIMAGE_PICTURE = "application/vnd.clowder.aimage.picture.v1"
 AIMAGE_PICTURE_CONFIG = "application/vnd.clowder.aimage.picture.config.v1+json"
+# The artifact type of the statement from which AImage another one was computed
+AIMAGE_DERIVATION = "application/vnd.clowder.aimage.derivation.v1+json"
 # Suffixes of the media type of a compressed layer.
 COMPRESSIONS = ("gzip", "zstd")
 

@@ -14,6 +14,7 @@ from contextvars import copy_context
 from datetime import datetime
 from typing import TypeVar
 
+from clowder_aimage.content.gate import unchecked
 from clowder_aimage.content.store import Source
 from clowder_aimage.content.verified_reader import read_all
 from clowder_aimage.errors import (
@@ -24,7 +25,8 @@ from clowder_aimage.errors import (
     VerificationError,
 )
 from clowder_aimage.layout import ImageLayout
-from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference
+from clowder_aimage.layout.attachment import list_attachments
+from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference, mediatype
 from clowder_aimage.registry import Repository
 from clowder_aimage.trust import simple_signing
 from clowder_aimage.trust.acceptance import (
@@ -39,6 +41,8 @@ from clowder_aimage.trust.bundle import MAX_BUNDLE, MEDIA_TYPE
 from clowder_aimage.trust.simple_signing import build_signature_tag
 
 MAX_REFERRERS = 1000
+# The types of referrers that are copied with their subjects
+CARRIED = (MEDIA_TYPE, mediatype.AIMAGE_DERIVATION)
 # Seconds for all signatures of a manifest.
 DEADLINE = 10.0
 _MAX_REASONS = 5
@@ -129,21 +133,37 @@ class StorePlace(SignaturePlace):
         return next(named, None)
 
 
-def iter_stored_signatures(
+def iter_carried(
+    layout: ImageLayout, reference: Reference, subjects: Collection[Digest]
+) -> Iterator[tuple[Reference, Descriptor]]:
+    """Yield what travels with manifests of a store: signatures, and statements of derivations.
+
+    They have their names there, and attached ones the name of ``reference`` with their digests.
+    """
+    names = dict(_iter_named(layout, subjects))
+    yield from names.items()
+    known = {entry.digest for entry in names.values()}
+    for subject in sorted(subjects):
+        for entry in list_attachments(layout.roots, subject):
+            if entry.digest not in known:
+                yield reference.with_digest(entry.digest), entry
+
+
+def _iter_named(
     layout: ImageLayout, subjects: Collection[Digest]
 ) -> Iterator[tuple[Reference, Descriptor]]:
-    """Yield the names in a store that are signatures of manifests, with their manifests."""
     tags = {build_signature_tag(subject) for subject in subjects}
     place = StorePlace(layout)
     for name, entry in layout.list_tags():
-        is_bundle = entry.extra.get("artifactType") == MEDIA_TYPE
+        is_bundle = entry.extra.get("artifactType") in CARRIED
         # Stores may have 100,000 names.
         if not is_bundle and not name.endswith(".sig"):
             continue
         try:
             reference = Reference.parse(name)
             if is_bundle:
-                subject = place.read_manifest(entry).subject
+                with unchecked():
+                    subject = place.read_manifest(entry).subject
                 if subject is not None and subject.digest in subjects:
                     yield reference, entry
             elif reference.tag in tags:

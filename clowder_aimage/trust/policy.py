@@ -28,8 +28,8 @@ from clowder_aimage.trust.license_terms import LicenseTerms, build_terms
 
 # The host of a registry alone, rather than a local name with a dot such as sd-v1.5
 _BARE_HOST = re.compile(r"(?:localhost|(?:[a-z0-9-]+\.)+[a-z]{2,})(?::[0-9]+)?")
-# The fields of a rule about signatures
-_SIGNER_KEYS = {"keys", "identities", "authority", "trustedRoot", "formats", "offline"}
+# The fields of a rule that decides about licences alone
+_LICENSE_KEYS = {"pattern", "mode", "licenses"}
 # What * may stand for: a part of a name, of a path, of a host, of a port
 _EXAMPLES = ("x", "x/x", "x.example", "1")
 
@@ -182,7 +182,7 @@ def build_policy(documents: Sequence[tuple[Path, dict[str, Any]]]) -> Policy:
 
 def _needs_signers(entry: dict[str, Any]) -> bool:
     """Return True for a rule that decides about signatures: one with licences alone does not."""
-    return "licenses" not in entry or bool(entry.keys() & _SIGNER_KEYS)
+    return "licenses" not in entry or not entry.keys() <= _LICENSE_KEYS
 
 
 def _build_license_rule(source: str, default: Mode, entry: dict[str, Any]) -> LicenseRule:

@@ -28,17 +28,19 @@ class Statement:
     predicate: Mapping[str, Any]
 
     @classmethod
-    def parse(cls, payload_type: str, payload: bytes) -> Statement:
+    def parse(
+        cls, payload_type: str, payload: bytes, label: str = "the signed statement"
+    ) -> Statement:
         """Parse the payload of an envelope. Raises FormatError."""
         if payload_type != IN_TOTO:
             raise FormatError(f"the signed payload is of the type {payload_type[:80]!r}")
-        document = read_object(read_json(payload, "the signed statement", MAX_PAYLOAD), "it")
+        document = read_object(read_json(payload, label, MAX_PAYLOAD), "it")
         if document.get("_type") != STATEMENT:
-            raise FormatError("the signed payload is not an in-toto statement of version 1")
+            raise FormatError(f"{label} is not an in-toto statement of version 1")
         predicate_type = document.get("predicateType")
         subjects = document.get("subject")
         if not isinstance(predicate_type, str) or not isinstance(subjects, list) or not subjects:
-            raise FormatError("the signed statement has no predicateType or no subject")
+            raise FormatError(f"{label} has no predicateType or no subject")
         predicate = document.get("predicate")
         return cls(
             predicate_type,
@@ -56,7 +58,7 @@ def _parse_subject(value: object) -> tuple[str, Mapping[str, str]]:
     name, digests = subject.get("name", ""), read_object(subject.get("digest"), "a digest")
     texts = {key: text for key, text in digests.items() if isinstance(text, str)}
     if not isinstance(name, str) or not texts or len(texts) < len(digests):
-        raise FormatError("a subject of the signed statement is malformed")
+        raise FormatError("a subject of the statement is malformed")
     return name, texts
 
 

@@ -215,7 +215,12 @@ print(f"grew by {peak() - before}", file=sys.stderr)
 
 def grown(here: Aimage, model: ValuedModel, *options: Any) -> int:
     """Return the memory that creating ``model`` takes beyond the libraries."""
-    arguments = ("--store", here.store, "-q", "create", "m", model.directory, *options)
+    return measure_growth(here, "create", "m", model.directory, *options)
+
+
+def measure_growth(here: Aimage, *words: Any) -> int:
+    """Return the memory that a verb takes beyond the libraries."""
+    arguments = ("--store", here.store, "-q", *words)
     done = run(
         [sys.executable, "-c", PEAK, *map(str, arguments)],
         text=True,
@@ -250,3 +255,17 @@ def test_memory_does_not_grow_with_the_model(
     here = aimage()
     assert grown(here, model, *options) < 64 * MIB
     assert here("show", "m", "--json").value["config"]["parameters"] > 2 * large.size
+
+
+@pytest.mark.integration
+def test_memory_of_a_derivation_does_not_grow_with_the_model(
+    aimage: Callable[..., Aimage], tmp_path: Path
+) -> None:
+    """Two matrices of 128 MiB as F32: neither is loaded as a whole to compute it again."""
+    large = np.tile(bf16_values("large", (64, 1024)), (512, 1))
+    tensors = as_dtype({f"layers.{n}.large.weight": large + n for n in range(2)}, "F32")
+    model = make_valued(tmp_path / "model", transformer=tensors)
+    here = aimage()
+    here("create", "m", model.directory, "-q")
+    here("convert", "m", "d", "--quantize", "int8", "-q")
+    assert measure_growth(here, "verify", "d", "--rederive") < 64 * MIB

@@ -9,9 +9,11 @@ from urllib.parse import urljoin
 import pytest
 
 from clowder_aimage.distribution.catalog import MAX_ANNOTATION
-from clowder_aimage.oci import Digest, Reference
+from clowder_aimage.oci import Digest, Reference, mediatype
 from clowder_aimage.registry import ClientOptions, Repository
 from tests.distribution.served import OCI_MANIFEST, Server, descriptor_of, digest_of, manifest_of
+from tests.importer.valued import make_valued
+from tests.process import Aimage
 
 COUNT, LONG = 12, "t" * 120
 
@@ -68,3 +70,20 @@ def test_large_annotations_are_left_out_of_the_list(paged: tuple[Server, bytes])
     assert b"xxxx" not in raw and "é".encode() * 300 in raw and b"\\u" not in raw
     manifest = server.http.get(f"{server.url}/v2/a/b/manifests/{LONG}00").content
     assert b"x" * MAX_ANNOTATION in manifest
+
+
+def test_statements_of_derivations_are_listed_and_served(
+    serve_layout: Callable[..., Server], tmp_path: Path
+) -> None:
+    here = Aimage(tmp_path, tmp_path / "store")
+    here("create", "team/m", make_valued(tmp_path / "model").directory, "-q")
+    here("convert", "team/m", "team/m:int8", "--quantize", "int8", "-q")
+    server = serve_layout(here.store)
+    name = f"{server.url.removeprefix('http://')}/team/m:int8"
+    (entry,) = here("referrers", name, "--json").value
+    assert entry["artifactType"] == mediatype.AIMAGE_DERIVATION
+    other = Aimage(tmp_path, tmp_path / "other")
+    other("pull", name, "-q")
+    (report,) = other("verify", name, "--rederive", "--json", "-q").value
+    assert report["isDerived"] and report["statements"][0]["parentFrom"] == "registry"
+    assert server.http.get(f"{server.url}/v2/team/m/tags/list").json()["tags"] == ["int8", "latest"]

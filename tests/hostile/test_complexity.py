@@ -677,6 +677,7 @@ COVERED = {
         (
             "config/name_index.py",
             "config/trust_policy.py",
+            "layout/attachment.py",
             "layout/description.py",
             "layout/metadata.py",
             "layout/repository_record.py",

@@ -40,7 +40,7 @@ _SHARE = 20
 _KINDS = {
     "signature": ("cosign", "notary", "sigstore", ".sig."),
     "sbom": ("spdx", "cyclonedx"),
-    "attestation": ("in-toto",),
+    "attestation": ("in-toto", "aimage.derivation"),
 }
 COSIGN = "application/vnd.dev.cosign.artifact.sig.v1+json"
 

@@ -56,6 +56,7 @@ REMEDIES = {
     "export_to_run": "export it and run it with {library}: aimage export {reference} DIR",
     "export_to_pack": "export it, and pack the directory: aimage export {reference} DIR "
     "&& aimage create NAME DIR",
+    "fewer_jobs": "compute fewer tensors at a time: --jobs 1",
     "file_permissions": "check the permissions of the file and of its directories",
     "fleet_key": "'aimage fleet init' prints it: give it with --fleet-key, or in AIMAGE_FLEET_KEY",
     "fleet_init": "prepare it with: aimage fleet init --fleet {fleet}",
@@ -122,9 +123,12 @@ REMEDIES = {
     "--dialect container",
     "replace_keys": "name the right root key with --root-key, or replace the key set with "
     "'aimage fleet init --replace-keys': then all workers need the new --fleet-key",
+    "rederive": "'aimage convert' and 'aimage create --from' write one, which is pushed with the "
+    "AImage",
     "repair": "repair the store first: aimage verify --repair",
     "repair_or_remove": "fetch it with 'aimage verify --repair', or: aimage rm {reference}",
     "repair_store": "if the copy in the store is damaged: aimage verify --repair",
+    "adapter_file": "pull or create it, or name its file with --lora",
     "nats_server": "start the NATS server, or name another one with --nats or AIMAGE_NATS",
     "require_tokens": "start the server with --token-file",
     "root_key": "name its file with --root-key; 'aimage fleet init' makes one for a new fleet",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,13 +11,16 @@ import click
 
 from clowder_aimage.cli.console.example import NAME, examples
 from clowder_aimage.cli.console.option import (
+    complete_name,
     daemon_connection_options,
     get_settings,
     in_section,
+    jobs_option,
     verb,
 )
 from clowder_aimage.cli.console.output import format_count, format_size, print_result
 from clowder_aimage.cli.console.progress import Progress
+from clowder_aimage.cli.console.remedy import format_advice
 from clowder_aimage.cli.console.signer_option import (
     SECTION,
     file_path,
@@ -29,7 +33,10 @@ from clowder_aimage.layout.fsck import FsckProblem, FsckReport
 from clowder_aimage.oci import Reference
 
 if TYPE_CHECKING:
+    from clowder_aimage.rederive import RederiveReport
     from clowder_aimage.trust.acceptance import AcceptedSignature
+
+_REDERIVE = "Derivations"
 
 
 @examples(
@@ -37,10 +44,34 @@ if TYPE_CHECKING:
     "aimage verify shapes --repair",
     f"aimage verify {NAME} --signature --key signer.pub",
     "aimage verify --directory model --bundle model.sig --key signer.pub",
+    "aimage verify shapes:int8 --rederive",
 )
 @verb
 @stored_arguments(required=False)
 @click.option("--repair", is_flag=True, help="Fetch damaged and missing blobs again.")
+@in_section(
+    _REDERIVE,
+    click.option(
+        "--rederive",
+        is_flag=True,
+        help="Compute REF... again from the AImage that it states as its parent.",
+    ),
+    click.option(
+        "--sample",
+        type=click.IntRange(1),
+        metavar="N",
+        help="Compute N of the changed tensors only, chosen at random.",
+    ),
+    click.option(
+        "--lora",
+        "loras",
+        multiple=True,
+        metavar="REF|FILE",
+        shell_complete=complete_name,
+        help="An adapter that REF was made with, if the store lacks it. May be repeated.",
+    ),
+    jobs_option,
+)
 @in_section(
     SECTION,
     click.option(
@@ -61,6 +92,9 @@ if TYPE_CHECKING:
 def verify(
     references: tuple[Reference, ...],
     repair: bool,
+    rederive: bool,
+    sample: int | None,
+    loras: tuple[str, ...],
     signature: bool,
     directory: Path | None,
     bundle: Path | None,
@@ -74,7 +108,23 @@ def verify(
 
     With --signature the signatures of REF are checked instead, and with --directory those of files.
     The exit code is 5 if none is of an expected signer.
+
+    With --rederive an AImage that was converted, or made with adapters, is computed again from its
+    parent, as the statement attached to it says. The exit code is 5 if a tensor differs; the first
+    one is named. The parent is that in the store, else it is pulled from the repository of REF.
     """
+    if rederive:
+        if (
+            repair
+            or signature
+            or directory is not None
+            or bundle is not None
+            or any(expected.values())
+        ):
+            raise UsageError("--rederive cannot be combined with other checks")
+        return _rederive(references, sample, loras)
+    if sample is not None or loras:
+        raise UsageError("--sample and --lora require --rederive")
     if signature or directory is not None:
         if repair:
             raise UsageError("--repair cannot be combined with --signature or --directory")
@@ -126,6 +176,65 @@ def _check_signatures(
         )
     print_result(values, lines)
     return 0 if all(value["signatures"] for value in values) else SignatureError.exit_code
+
+
+def _rederive(references: tuple[Reference, ...], sample: int | None, loras: tuple[str, ...]) -> int:
+    from secrets import SystemRandom
+
+    from clowder_aimage.errors import needs
+    from clowder_aimage.pull import PullOptions
+
+    if not references:
+        raise UsageError("--rederive requires REF")
+    chosen = get_settings()
+
+    def choose(names: Sequence[str]) -> Collection[str]:
+        return SystemRandom().sample(names, min(sample or 0, len(names)))
+
+    values, lines, is_derived = list[dict[str, Any]](), list[str](), True
+    with needs("--rederive", "mlx"):
+        from clowder_aimage.cli.console.lora_option import find_uses
+        from clowder_aimage.rederive import RederiveOptions, rederive
+
+        adapters = [entry for entry, _ in find_uses(loras)] if loras else []
+        for reference in references:
+            with Progress("re-deriving", reference) as progress:
+                options = RederiveOptions(
+                    choose=None if sample is None else choose,
+                    adapters=adapters,
+                    threads=chosen.jobs,
+                    pull=PullOptions(on_event=progress.on_event),
+                    on_plan=progress.begin,
+                    on_compared=progress.advance,
+                )
+                report = rederive(chosen.layout, reference, chosen.build_client_options(), options)
+            values.append({"reference": str(reference), **report.to_json()})
+            lines += _format_rederived(reference, report)
+            is_derived = is_derived and report.is_derived
+    print_result(values, lines)
+    return 0 if is_derived else VerificationError.exit_code
+
+
+def _format_rederived(reference: Reference, report: RederiveReport) -> list[str]:
+    """Return a line for each statement: its result, or why it cannot be computed."""
+    lines = list[str]()
+    for digest, error in report.problems:
+        advice = format_advice(error)
+        text = f"{error.message}; {advice}" if advice else error.message
+        lines.append(f"{reference}: statement {digest.short}: {text}")
+    for result in report.statements:
+        derivation, difference = result.derivation, result.difference
+        made = f"{derivation.recipe.summary} of {derivation.parent} (from the {result.place})"
+        if difference is None:
+            count = format_count(len(result.compared), "layer")
+            lines.append(f"{reference}: equal to {made}: {count} computed again")
+            continue
+        extent = ""
+        if difference.changed is not None and difference.size is not None:
+            extent = f" ({difference.changed} of {format_count(difference.size, 'byte')})"
+        text = f"{difference.layer}: {difference.reason}{extent}"
+        lines.append(f"{reference}: differs from {made}: {text}")
+    return lines
 
 
 def _format_signature(accepted: AcceptedSignature) -> str:
