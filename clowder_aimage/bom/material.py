@@ -18,6 +18,7 @@ from clowder_aimage.layout.stored_aimage import MAX_CONFIG_SIZE, read_manifest
 from clowder_aimage.model.text.runtime import find_runtime
 from clowder_aimage.model.text.text_facts import is_embedder
 from clowder_aimage.oci import Descriptor, Digest
+from clowder_aimage.trust.lineage import read_derivation
 
 # Tasks, as model cards name them (Hugging Face hub, "Tasks")
 _PICTURES, _TEXT, _EMBEDDING = "text-to-image", "text-generation", "feature-extraction"
@@ -77,12 +78,11 @@ class Material:
     properties: tuple[tuple[str, str], ...]
 
 
-def read_material(
-    source: Source, subject: Descriptor, ancestors: Sequence[Ancestor] = ()
-) -> Material:
+def read_material(source: Source, subject: Descriptor) -> Material:
     """Return the facts of an AImage in a store or a registry; no layer is read.
 
-    ``ancestors`` are those that its lineage states. Raises AccessError, ContentError.
+    Its ancestors are those that a statement about it, its subject and its config have: claims,
+    which computing it again proves. Raises AccessError, ContentError.
     """
     manifest = read_manifest(source, subject)
     config = read_all(source.open(manifest.config), manifest.config, MAX_CONFIG_SIZE)
@@ -91,7 +91,7 @@ def read_material(
     adapter = properties.get("adapter")
     is_adapter = properties.get("format") == "lora" or isinstance(adapter, dict)
     base = None if aimage.subject is None else aimage.subject.digest
-    known = [*ancestors, *_list_fused(properties)]
+    known = [*_list_stated(source, subject), *_list_fused(properties)]
     if base is not None and not is_adapter:
         known.append(Ancestor("", base, "variant"))
     known += [Ancestor(_read(properties, "base"))] if _read(properties, "base") else []
@@ -155,6 +155,19 @@ def _build_url(source: str) -> str:
     return f"https://huggingface.co/{match[1]}{revision}"
 
 
+def _list_stated(source: Source, subject: Descriptor) -> list[Ancestor]:
+    derivation = read_derivation(source, subject)
+    if derivation is None:
+        return []
+    recipe = derivation.recipe
+    weights = [] if recipe.weights is None else [Ancestor("", recipe.weights, "weights")]
+    return [
+        Ancestor("", derivation.parent, str(recipe.operation)),
+        *weights,
+        *(Ancestor(used.name, used.digest, "adapter") for used in recipe.adapters),
+    ]
+
+
 def _list_fused(properties: Any) -> list[Ancestor]:
     """Return the adapters that were added to the weights."""
     fused = properties.get("fused")
@@ -162,7 +175,7 @@ def _list_fused(properties: Any) -> list[Ancestor]:
     for entry in fused if isinstance(fused, list) else ():
         if isinstance(entry, dict):
             name, digest = (str(entry.get(key, "")) for key in ("name", "digest"))
-            found.append(Ancestor(name, _parse(digest), "fuse"))
+            found.append(Ancestor(name, _parse(digest), "adapter"))
     return found
 
 

@@ -50,6 +50,7 @@ def stock(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Aimage:
     here("convert", "model", "model:int8", "--quantize", "int8", "--attach", "-q")
     here("create", "whole", tiny, "-q")
     here("create", "style", write_lora(home / "style.safetensors"), "--base", "whole", "-q")
+    here("convert", "whole", "fused", "--lora", "style", "-q")
     here("create", "odd", model, "--license", "Some License, v1", "-q")
     here("create", "several", model, "--license", "MIT AND (gemma OR GPL-2.0+)", "-q")
     return here
@@ -171,7 +172,14 @@ def test_licences_are_stated_as_each_form_wants_them(stock: Aimage) -> None:
 def test_ancestors_and_bases_are_stated(stock: Aimage) -> None:
     model = resolve(stock, "model")
     variant = write(stock, "model:int8")["metadata"]["component"]
-    assert [each["version"] for each in variant["pedigree"]["ancestors"]] == [model]
+    (parent,) = variant["pedigree"]["ancestors"]
+    assert (parent["version"], parent["properties"][0]["value"]) == (model, "quantize")
+    fused = write(stock, "fused")["metadata"]["component"]["pedigree"]["ancestors"]
+    assert [(each["version"], each["properties"][0]["value"]) for each in fused] == [
+        (resolve(stock, "whole"), "fuse"),
+        (resolve(stock, "style"), "adapter"),
+    ]
+    assert fused[1]["name"] == "style"
     adapter = write(stock, "style")
     assert adapter["dependencies"][0]["dependsOn"][-1] == f"base:{resolve(stock, 'whole')}"
     kinds = {
