@@ -11,7 +11,9 @@
     │   ├── FormatError            exit 5   bytes do not parse as their media type
     │   │   └── NoPictureError              ... an artifact that was to have a picture has none
     │   ├── VerificationError      exit 5   bytes do not match their digest
-    │   └── SignatureError         exit 5   no signature of an expected signer
+    │   └── PolicyError            exit 5   content is not accepted by its signer or licence
+    │       ├── SignatureError              ... it has no signature of an expected signer
+    │       └── LicenseError                ... its licence is not one that the policy accepts
     └── AccessError                content could not be read or written
         ├── NotFoundError          exit 3   the name or digest does not exist
         ├── UnauthorizedError      exit 4   the registry requires (other) credentials
@@ -135,10 +137,18 @@ class VerificationError(ContentError):
     exit_code = 5
 
 
-class SignatureError(ContentError):
-    """Content has no signature of an expected signer."""
+class PolicyError(ContentError):
+    """Content is not accepted, by its signer or its licence."""
 
     exit_code = 5
+
+
+class SignatureError(PolicyError):
+    """Content has no signature of an expected signer."""
+
+
+class LicenseError(PolicyError):
+    """Content has a licence that the policy does not accept, or none."""
 
 
 class AccessError(AImageError):

@@ -16,6 +16,7 @@ FLOORS = {
     ".": 96,
     "adapter": 96,
     "api": 96,
+    "bom": 95,
     "cli": 93,
     "client": 96,
     "config": 98,

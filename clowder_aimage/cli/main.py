@@ -40,6 +40,7 @@ GROUPS = {
         "replay": ("replay", "Generate a picture again, and compare."),
         "picture": ("picture", "Show and verify the origin of a picture."),
         "show": ("show", "Show the content of an AImage."),
+        "bom": ("bom", "Write the bill of materials of an AImage."),
         "diff": ("diff", "Show the differences between two AImages."),
     },
     "Registries": {
@@ -52,7 +53,7 @@ GROUPS = {
         "tags": ("tags", "List the tags of a repository in a registry."),
         "attach": ("attach", "Attach files to an artifact in a registry."),
         "sign": ("sign", "Sign an AImage."),
-        "trust": ("trust", "Explain the policy of signatures."),
+        "trust": ("trust", "Explain the policy of signatures and licences."),
         "referrers": ("referrers", "List the artifacts attached to an artifact."),
         "adapters": ("adapters", "List the adapters of a model."),
         "repo": ("repo", "List the repositories of a registry."),

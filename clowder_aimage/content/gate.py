@@ -16,7 +16,7 @@ from clowder_aimage.oci import Descriptor, Digest, Reference
 
 
 class Gate(Protocol):
-    """A policy. The methods raise SignatureError: it does not accept the content."""
+    """A policy. The methods raise PolicyError: it does not accept the content."""
 
     def admit_remote(
         self, repository: Source, reference: Reference, content: Descriptor, raw: bytes

@@ -23,7 +23,7 @@ from clowder_aimage.errors import (
     AImageError,
     NoSpaceError,
     NotFoundError,
-    SignatureError,
+    PolicyError,
     StoreError,
     UnauthorizedError,
 )
@@ -102,7 +102,7 @@ class PullThroughCache:
             descriptor, raw = self._upstream.fetch_manifest(reference)
         except NotFoundError:
             raise build_manifest_error(reference) from None
-        except SignatureError as error:
+        except PolicyError as error:
             # An older manifest of the tag is not what the client asks for.
             raise self._convert_error(error) from None
         except AImageError as error:
@@ -230,7 +230,7 @@ class PullThroughCache:
         if isinstance(error, DistributionError):
             return error
         host = self._upstream.host
-        if isinstance(error, SignatureError):
+        if isinstance(error, PolicyError):
             return DistributionError("DENIED", message=error.message)
         if isinstance(error, UnauthorizedError):
             return DistributionError("DENIED", message=f"{host} denied access to this cache")

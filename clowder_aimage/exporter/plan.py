@@ -18,8 +18,9 @@ from clowder_aimage.exporter.component_config import merge_quantization
 from clowder_aimage.exporter.file_name import FileNames
 from clowder_aimage.exporter.layer_store import LayerStore, is_gathered
 from clowder_aimage.formats.family_model import EXTRA, SOURCE
+from clowder_aimage.formats.inventory import clean_text
 from clowder_aimage.formats.license_text import MAX_TEXT, identify_license, is_license
-from clowder_aimage.formats.model_tree import CARD, build_card, naming
+from clowder_aimage.formats.model_tree import CARD, build_card, name_license, naming
 from clowder_aimage.formats.stored_weights import group_weights, read_stored
 from clowder_aimage.formats.weight_file import (
     STEMS,
@@ -281,11 +282,12 @@ def _has_license(store: BlobFiles, content: Descriptor, license_: str) -> bool:
 
     try:
         with store.find_path(content).open("rb") as file:
-            stated = read_header(file, content.size).metadata.get("general.license")
+            metadata = read_header(file, content.size).metadata
     except (FormatError, OSError):
         # It is not a GGUF file: its readers report that.
         return False
-    return isinstance(stated, str) and stated.strip() == license_
+    stated, name = (clean_text(metadata.get(f"general.license{key}")) for key in ("", ".name"))
+    return name_license(stated, name) == license_
 
 
 def _join_name(component: str, name: str) -> str:

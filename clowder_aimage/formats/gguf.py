@@ -121,7 +121,8 @@ def _build_inventory(
         "adapter": _build_adapter_facts(model) if model.is_adapter else None,
     }
     files = [file for member in (model, *projectors) for file in member.files]
-    licence = clean_text(metadata.get("general.license")) or licence
+    stated, name = (clean_text(metadata.get(f"general.license{key}")) for key in ("", ".name"))
+    licence = model_tree.name_license(stated, name) or licence
     return Inventory.of_files(FORMAT, files, facts, licence)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from clowder_aimage.dialect.aimage import check_name
 from clowder_aimage.document import strict_json
+from clowder_aimage.document.license_expression import build_reference
 from clowder_aimage.errors import FormatError, ModelError
 from clowder_aimage.oci import mediatype
 
@@ -278,7 +279,8 @@ def read_object(root: Path, path: Path) -> Mapping[str, Any]:
 def read_license(root: Path) -> str | None:
     """Return the licence in the front matter of the model card.
 
-    Source: Hugging Face hub, "Model Cards".
+    Source: Hugging Face hub, "Model Cards". One that the hub does not list is ``other`` there, with
+    a name: it is returned as ``LicenseRef-`` with that name.
     """
     path = root / CARD
     if not path.is_file():
@@ -289,13 +291,20 @@ def read_license(root: Path) -> str | None:
     if not lines or lines[0].strip() != "---":
         return None
     # The licence is one line of the YAML front matter: a YAML parser is not needed.
+    found: dict[str, str] = {}
     for line in lines[1:]:
         key, colon, value = line.partition(":")
         if line.strip() == "---":
             break
-        if key == "license" and colon:
-            return value.partition(" #")[0].strip().strip("\"'") or None
-    return None
+        if key in ("license", "license_name") and colon:
+            found.setdefault(key, value.partition(" #")[0].strip().strip("\"'"))
+    return name_license(found.get("license"), found.get("license_name"))
+
+
+def name_license(license_: str | None, name: str | None) -> str | None:
+    """Return a licence that is stated as ``other`` with its name by that, others unchanged."""
+    is_other = license_ is not None and license_.lower() == "other"
+    return build_reference(name) if is_other and name else license_ or None
 
 
 def build_card(license_: object) -> bytes | None:

@@ -58,6 +58,7 @@ _STATUS: tuple[tuple[type[AImageError], int, str], ...] = (
     (errors.UnauthorizedError, 502, "registry_unauthorized"),
     (errors.VerificationError, 502, "verification_failed"),
     (errors.SignatureError, 403, "signature_required"),
+    (errors.LicenseError, 403, "license_refused"),
     (errors.FormatError, 500, "invalid_content"),
     (NoSpaceError, 507, "insufficient_storage"),
     (StoreError, 503, "store_unavailable"),
@@ -139,7 +140,7 @@ def convert_registry_error(error: AImageError) -> AImageError:
     """
     worker_errors = (
         *(ApiError, BusyError, DeadlineError, StoppedError, UsageError, NotFoundError),
-        errors.SignatureError,
+        errors.PolicyError,
     )
     if isinstance(error, (*worker_errors, StoreError, NoSpaceError)):
         return error
@@ -189,7 +190,7 @@ def _build_oci_error(error: AImageError) -> ApiError:
         message = "the store is in use" if is_busy else "cannot access the store"
         headers = {"Retry-After": str(RETRY_AFTER)}
         return ApiError(503, message, code="UNKNOWN", headers=headers)
-    if isinstance(error, errors.SignatureError):
+    if isinstance(error, errors.PolicyError):
         return ApiError(403, error.message, code="DENIED")
     is_damaged = isinstance(error, errors.ContentError)
     message = "the stored content is damaged" if is_damaged else "unknown error"

@@ -52,7 +52,7 @@ def adopt(
     Raises:
         NotFoundError: There is no such model, or one of its blobs is missing.
         FormatError, VerificationError: The manifest is invalid, or a blob is damaged.
-        SignatureError: The policy does not accept it, by its name in ollama or by ``reference``.
+        PolicyError: The policy does not accept it, by its name in ollama or by ``reference``.
         StoreError, NoSpaceError: The store cannot be written; copied blobs remain, no links.
     """
     try:

@@ -55,7 +55,7 @@ def lease_manifest(store: ContentStore, reference: Reference, lease: Lease) -> D
 def admit(store: Source, content: Descriptor, reference: Reference) -> None:
     """Ask the policy about a stored manifest by the name that it is asked by, too.
 
-    Raises SignatureError: the policy does not accept it; NotFoundError, VerificationError.
+    Raises PolicyError: the policy does not accept it; NotFoundError, VerificationError.
     """
     if (gate := find_gate()) is not None:
         gate.admit_asked(store, content, reference)

@@ -85,7 +85,7 @@ class Repository(Target, AbstractContextManager["Repository"]):
     def resolve(self, reference: Reference, /) -> Descriptor:
         """Fetch the manifest of ``reference``, verified if that has a digest (end-3).
 
-        Raises SignatureError: the user's policy does not accept it.
+        Raises PolicyError: the user's policy does not accept it.
         """
         content = retry_call(lambda: self._resolve(reference, self._request_manifest(reference)))
         self._admit(reference, content)

@@ -3,6 +3,7 @@
 Rules apply to each name that content came by or has: another name does not lift a demand. What
 admitted a manifest is recorded with its digest in the store, by the rule, and counts while that
 rule is unchanged; then the signatures in the store are looked at again, and those in the registry.
+A licence is read in the config, each time that a process meets a manifest.
 """
 
 from __future__ import annotations
@@ -18,15 +19,19 @@ from clowder_aimage.content.gate import unchecked
 from clowder_aimage.content.graph import parse_content
 from clowder_aimage.content.store import Reader, Source, WrappedSource, build_bytes_body
 from clowder_aimage.content.verified_reader import read_all
+from clowder_aimage.dialect import detect
+from clowder_aimage.dialect.license import list_stated_licenses
 from clowder_aimage.errors import (
     AccessError,
     AImageError,
     FormatError,
+    LicenseError,
     SignatureError,
     UsageError,
 )
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.metadata import MetadataFiles
+from clowder_aimage.layout.stored_aimage import MAX_CONFIG_SIZE
 from clowder_aimage.oci import Descriptor, Digest, Index, Manifest, Reference, mediatype
 from clowder_aimage.oci.artifact import EMPTY
 from clowder_aimage.registry import ClientOptions, Repository
@@ -59,8 +64,11 @@ class PolicyGate:
         self._lock = threading.Lock()
         # The rules by which content was admitted: manifests, and the content that they list.
         self._admitted: dict[Digest, dict[str, dict[str, Any]]] = {}
-        # The manifests among these: a manifest may also be listed as a blob.
-        self._manifests: set[Digest] = set()
+        # The manifests among these, with the names that they came by: a manifest may also be
+        # listed as a blob.
+        self._manifests: dict[Digest, frozenset[str]] = {}
+        # The licences that manifests state; None for what is not an AImage
+        self._licenses: dict[Digest, tuple[str, ...] | None] = {}
         # The accepted signatures of manifests: their manifest and their blob
         self._documents: dict[Digest, list[tuple[Descriptor, bytes]]] = {}
         self._warned: set[tuple[str, Digest]] = set()
@@ -70,32 +78,39 @@ class PolicyGate:
     def admit_remote(
         self, repository: Source, reference: Reference, content: Descriptor, raw: bytes
     ) -> None:
-        """Decide about a manifest by the signatures in its repository. Raises SignatureError."""
+        """Decide about a manifest by the signatures in its repository, and its licence.
+
+        Raises PolicyError.
+        """
         document = parse_content(raw, content)
-        rule = self._policy.find(build_rule_name(reference))
-        if rule is None or rule.mode is Mode.OFF or is_signature(document):
+        if is_signature(document):
             self._admit(document, content.digest, None, {})
             return
-        if rule.id in self._admitted.get(content.digest, ()):
-            self._admit(document, content.digest, rule, self._admitted[content.digest][rule.id])
-            return
         assert isinstance(repository, Repository)  # noqa: S101 - the only source that asks
-        place = RegistryPlace(repository.without_gate(), reference)
-        evidence = self._decide(rule, place, content.digest, str(reference))
-        if place.last and "warned" not in evidence:
-            with self._lock:
-                self._documents[content.digest] = place.last
-        self._admit(document, content.digest, rule, evidence)
+        name, unchecked_repository = build_rule_name(reference), repository.without_gate()
+        rule, evidence = self._policy.find(name), dict[str, Any]()
+        if rule is None or rule.mode is Mode.OFF:
+            rule = None
+        elif rule.id in self._admitted.get(content.digest, ()):
+            evidence = self._admitted[content.digest][rule.id]
+        else:
+            place = RegistryPlace(unchecked_repository, reference)
+            evidence = self._decide(rule, place, content.digest, str(reference))
+            if place.last and "warned" not in evidence:
+                with self._lock:
+                    self._documents[content.digest] = place.last
+        self._check_licenses(unchecked_repository, document, [name], str(reference))
+        self._admit(document, content.digest, rule, evidence, [name])
 
     def check_blob(self, name: str, content: Descriptor) -> None:
         """Raise SignatureError unless an admitted manifest lists the blob."""
-        rule = self._policy.find(build_rule_name(Reference.parse(name)))
-        if rule is None or rule.mode is not Mode.ENFORCE or content.digest in self._admitted:
+        if content.digest in self._admitted:
             return
-        raise SignatureError(
-            f"{content.digest} of {name} is of no manifest that the policy has accepted",
-            hint="a blob has no signature: pull the AImage by its name",
-        )
+        if self._policy.refuses(build_rule_name(Reference.parse(name))):
+            raise SignatureError(
+                f"{content.digest} of {name} is of no manifest that the policy has accepted",
+                hint="a blob has no signature or licence: pull the AImage by its name",
+            )
 
     def demands(self, reference: Reference) -> bool:
         """Return True if a rule refuses manifests of a repository without a signature."""
@@ -109,18 +124,18 @@ class PolicyGate:
     # In a store
 
     def admit_stored(self, store: Source, content: Descriptor) -> None:
-        """Decide about a manifest by the names that it has and had. Raises SignatureError."""
+        """Decide about a manifest by the names that it has and had. Raises PolicyError."""
         self.admit_named(store, content, ())
 
     def admit_named(
         self, store: Source, content: Descriptor, references: Sequence[Reference]
     ) -> None:
-        """Decide about a manifest, also by names that it is to get. Raises SignatureError."""
+        """Decide about a manifest, also by names that it is to get. Raises PolicyError."""
         assert isinstance(store, ImageLayout)  # noqa: S101 - the only store that asks
         self._admit_named(store, content, references)
 
     def admit_asked(self, store: Source, content: Descriptor, reference: Reference) -> None:
-        """Decide about a manifest, also by a name that is asked for. Raises SignatureError.
+        """Decide about a manifest, also by a name that is asked for. Raises PolicyError.
 
         With a digest it need not be a name that the manifest has. It is not recorded: clients could
         ask for any number of names.
@@ -161,9 +176,12 @@ class PolicyGate:
                 record
                 | {"names": sorted(names), "accepted": accepted, "policy": self._policy.version},
             )
+        # What an index lists may have no name of its own.
+        came_by = judged or self._manifests.get(content.digest, frozenset())
+        self._check_licenses(_Unchecked(store), document, came_by, str(asked or content.digest))
         for rule_id, evidence in accepted.items():
             self._admit(document, content.digest, rules.get(rule_id), evidence)
-        self._admit(document, content.digest, None, {})
+        self._admit(document, content.digest, None, {}, came_by)
 
     def record(self, store: Source, content: Descriptor, reference: Reference) -> None:
         """Record a name of a stored manifest, and what admitted it in this process."""
@@ -246,6 +264,61 @@ class PolicyGate:
 
     # The decision
 
+    def find_licenses(self, digest: Digest) -> tuple[str, ...] | None:
+        """Return the licences that a manifest states, None if none was asked for."""
+        return self._licenses.get(digest)
+
+    def _check_licenses(
+        self, source: Source, document: Manifest | Index, names: Iterable[str], label: str
+    ) -> None:
+        """Decide by the licences that an AImage states. Raises LicenseError.
+
+        The manifests of an index state their own. Of other artifacts than AImages, which cannot be
+        used, the annotation is judged, if they have one.
+        """
+        rules = [
+            (name, rule) for name in sorted(names) for rule in self._policy.find_licenses(name)
+        ]
+        if not rules or isinstance(document, Index):
+            return
+        stated = self._read_licenses(source, document)
+        if stated is None:
+            return
+        for name, rule in rules:
+            if (fault := rule.terms.find_fault(stated)) is None:
+                continue
+            text = label if label.startswith(name) else f"{label}, as {name},"
+            message = f"{text} is refused by the licences in {rule.terms.source}: {fault}"
+            if rule.mode is Mode.ENFORCE:
+                raise LicenseError(message, remedy="license_check")
+            self._warn((rule.terms.id, document.digest), f"{text} would be refused: {fault}")
+
+    def _read_licenses(self, source: Source, document: Manifest) -> tuple[str, ...] | None:
+        if document.digest in self._licenses:
+            return self._licenses[document.digest]
+        licenses: tuple[str, ...] | None
+        try:
+            detect(document)
+        except FormatError:
+            stated = document.annotations.get(mediatype.LICENSES)
+            licenses = None if stated is None else (stated,)
+        else:
+            config = read_all(source.open(document.config), document.config, MAX_CONFIG_SIZE)
+            licenses = list_stated_licenses(document, config)
+        with self._lock:
+            if len(self._licenses) > _MAX_ADMITTED:
+                self._licenses.clear()
+            self._licenses[document.digest] = licenses
+        return licenses
+
+    def _warn(self, key: tuple[str, Digest], message: str) -> None:
+        """Log a message once."""
+        with self._lock:
+            is_new = key not in self._warned
+            self._warned.add(key)
+        if is_new:
+            _log.warning("%s", message)
+
     def _decide(
         self, rule: Rule, place: SignaturePlace, digest: Digest, name: str
     ) -> dict[str, Any]:
@@ -262,11 +335,7 @@ class PolicyGate:
         message = f"{name or digest} is refused by {rule.source}, for {rule.pattern}: {reason}"
         if rule.mode is Mode.ENFORCE:
             raise SignatureError(message, remedy="trust_check")
-        with self._lock:
-            is_new = (rule.id, digest) not in self._warned
-            self._warned.add((rule.id, digest))
-        if is_new:
-            _log.warning("%s would be refused: %s", name or digest, reason)
+        self._warn((rule.id, digest), f"{name or digest} would be refused: {reason}")
         return {"warned": reason}
 
     def _admit(
@@ -275,8 +344,12 @@ class PolicyGate:
         digest: Digest,
         rule: Rule | None,
         evidence: dict[str, Any],
+        names: Iterable[str] = (),
     ) -> None:
-        """Remember a manifest and the content that it lists; an index admits its manifests."""
+        """Remember a manifest and the content that it lists; an index admits its manifests.
+
+        ``names`` are those that it came by.
+        """
         contents: Iterable[Digest] = (
             digest,
             *(child.digest for child in document.children),
@@ -285,8 +358,9 @@ class PolicyGate:
             if len(self._admitted) > _MAX_ADMITTED:
                 self._admitted.clear()
                 self._manifests.clear()
-            self._manifests.add(digest)
-            self._manifests.update(child.digest for child in _list_children(document))
+            for manifest in (digest, *(child.digest for child in _list_children(document))):
+                known = self._manifests.get(manifest, frozenset())
+                self._manifests[manifest] = known.union(names)
             for content in contents:
                 entry = self._admitted.setdefault(content, {})
                 if rule is not None and content == digest:
@@ -419,5 +493,9 @@ def explain(
         entry: dict[str, Any] = {"name": name, "mode": "none"}
         if rule is not None:
             entry |= {"mode": rule.mode.value, "rule": rule.source, "pattern": rule.pattern}
+        entry["licenses"] = [
+            {"mode": each.mode.value, "rule": each.terms.source, "pattern": each.pattern}
+            for each in policy.find_licenses(name)
+        ]
         entries.append(entry)
     return entries

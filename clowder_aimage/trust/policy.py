@@ -1,8 +1,9 @@
-"""The policy of a user or a machine: which signers the AImages of which repositories need.
+"""The policy of a user or a machine: which signers and licences the AImages of repositories need.
 
-A document has rules in order, of which the first decides whose pattern matches. A machine's rules
-come before those of its users. A document that is unreadable, empty or contradictory is an error,
-so that nothing is accepted by mistake.
+A document has rules in order. Of those with signers, the first decides whose pattern matches; a
+machine's rules come before those of its users. Of those with licences, the first decides, too, or
+else the licences of the document; those of the machine and of its user must all be met. A document
+that is unreadable, empty or contradictory is an error, so that nothing is accepted by mistake.
 """
 
 from __future__ import annotations
@@ -23,15 +24,18 @@ from clowder_aimage.oci.reference import DOCKER_HUB
 from clowder_aimage.trust.acceptance import Format, Signers
 from clowder_aimage.trust.certificate import Identity, parse_certificates
 from clowder_aimage.trust.key import MAX_FILE, PublicKey
+from clowder_aimage.trust.license_terms import LicenseTerms, build_terms
 
 # The host of a registry alone, rather than a local name with a dot such as sd-v1.5
 _BARE_HOST = re.compile(r"(?:localhost|(?:[a-z0-9-]+\.)+[a-z]{2,})(?::[0-9]+)?")
+# The fields of a rule that decides about licences alone
+_LICENSE_KEYS = {"pattern", "mode", "licenses"}
 # What * may stand for: a part of a name, of a path, of a host, of a port
 _EXAMPLES = ("x", "x/x", "x.example", "1")
 
 
 class Mode(StrEnum):
-    """The consequence of a missing signature: a refusal, a warning, or nothing."""
+    """The consequence of what is not accepted: a refusal, a warning, or nothing."""
 
     ENFORCE = "enforce"
     WARN = "warn"
@@ -59,25 +63,52 @@ class Rule:
 
 
 @dataclass(frozen=True, slots=True)
+class LicenseRule:
+    """The licences that are accepted from the repositories whose names match a pattern."""
+
+    pattern: str
+    mode: Mode
+    terms: LicenseTerms
+
+
+@dataclass(frozen=True, slots=True)
 class Policy:
     """Rules in order, and the ``version``: a hash of all of them.
 
-    They are in ``documents``, which name the ``files`` of keys and certificates.
+    They are in ``documents``, which name the ``files`` of keys and certificates. ``licenses`` has
+    the rules of each document.
     """
 
     rules: tuple[Rule, ...]
     version: str
     documents: tuple[Path, ...] = ()
     files: tuple[Path, ...] = ()
+    licenses: tuple[tuple[LicenseRule, ...], ...] = ()
 
     def find(self, name: str) -> Rule | None:
-        """Return the rule that decides about a repository, None if there is none."""
+        """Return the rule that decides about signatures of a repository, None if there is none."""
         return next((rule for rule in self.rules if rule.matches(name)), None)
+
+    def find_licenses(self, name: str) -> list[LicenseRule]:
+        """Return the rules that decide about licences of a repository: all must be met."""
+        found = (
+            next((rule for rule in rules if is_covered(name, rule.pattern)), None)
+            for rules in self.licenses
+        )
+        return [rule for rule in found if rule is not None and rule.mode is not Mode.OFF]
+
+    def refuses(self, name: str) -> bool:
+        """Return True if a rule may refuse what is in a repository."""
+        rule = self.find(name)
+        modes = [each.mode for each in self.find_licenses(name)]
+        return Mode.ENFORCE in (*modes, rule.mode if rule else Mode.OFF)
 
     @property
     def is_enforced(self) -> bool:
         """True if a rule refuses."""
-        return any(rule.mode is Mode.ENFORCE for rule in self.rules)
+        modes = [rule.mode for rule in self.rules]
+        modes += [rule.mode for group in self.licenses for rule in group]
+        return Mode.ENFORCE in modes
 
 
 def build_rule_name(reference: Reference) -> str:
@@ -118,29 +149,60 @@ def build_policy(documents: Sequence[tuple[Path, dict[str, Any]]]) -> Policy:
 
     Raises UsageError: a document is empty or contradicts itself, or a file cannot be used.
     """
-    rules = list[Rule]()
+    rules, licenses = list[Rule](), list[tuple[LicenseRule, ...]]()
     for path, document in documents:
         entries = document.get("rules") or []
-        if not entries:
+        if not entries and "licenses" not in document:
             raise UsageError(f"the policy in {path} has no rules", remedy="trust_policy")
         default = Mode(document.get("mode", Mode.ENFORCE))
-        own = [_build_rule(path, number, default, entry) for number, entry in enumerate(entries, 1)]
-        _check_reached(own)
+        numbered = list(enumerate(entries, 1))
+        own = [
+            _build_rule(path, number, default, entry)
+            for number, entry in numbered
+            if _needs_signers(entry)
+        ]
+        _check_reached([(rule.pattern, rule.source) for rule in own])
         rules += own
-    version = hashlib.sha256("".join(rule.pattern + rule.id for rule in rules).encode())
+        licensed = [
+            _build_license_rule(f"rule {number} of {path}", default, entry)
+            for number, entry in numbered
+            if "licenses" in entry
+        ]
+        _check_reached([(rule.pattern, rule.terms.source) for rule in licensed])
+        if "licenses" in document:
+            licensed.append(_build_license_rule(str(path), default, {"pattern": "*"} | document))
+        licenses.append(tuple(licensed))
+    texts = [rule.pattern + rule.id for rule in rules]
+    texts += [f"{rule.pattern}{rule.mode}{rule.terms.id}" for group in licenses for rule in group]
+    version = hashlib.sha256("".join(texts).encode())
     files = dict.fromkeys(file for rule in rules for file in rule.files)
     paths = tuple(path for path, _ in documents)
-    return Policy(tuple(rules), version.hexdigest(), paths, tuple(files))
+    return Policy(tuple(rules), version.hexdigest(), paths, tuple(files), tuple(licenses))
 
 
-def _check_reached(rules: Sequence[Rule]) -> None:
-    """Raise UsageError for a rule that an earlier one of its document leaves without effect."""
-    for number, rule in enumerate(rules):
-        for earlier in rules[:number]:
-            if is_covered(rule.pattern, earlier.pattern):
+def _needs_signers(entry: dict[str, Any]) -> bool:
+    """Return True for a rule that decides about signatures: one with licences alone does not."""
+    return "licenses" not in entry or not entry.keys() <= _LICENSE_KEYS
+
+
+def _build_license_rule(source: str, default: Mode, entry: dict[str, Any]) -> LicenseRule:
+    value = entry["licenses"]
+    mode = Mode(value.get("mode", entry.get("mode", default)))
+    pattern = "*" if entry["pattern"] == "*" else _build_pattern(source, entry["pattern"])
+    return LicenseRule(pattern, mode, build_terms(source, value))
+
+
+def _check_reached(rules: Sequence[tuple[str, str]]) -> None:
+    """Raise UsageError for a rule that an earlier one of its document leaves without effect.
+
+    Rules are given by their patterns and sources.
+    """
+    for number, (pattern, source) in enumerate(rules):
+        for earlier_pattern, earlier in rules[:number]:
+            if is_covered(pattern, earlier_pattern):
                 raise UsageError(
-                    f"{rule.source} has no effect: {earlier.source} is for {earlier.pattern}, "
-                    f"which includes {rule.pattern}",
+                    f"{source} has no effect: {earlier} is for {earlier_pattern}, "
+                    f"which includes {pattern}",
                     hint="put the rule for fewer repositories first, or remove one",
                 )
 
@@ -175,7 +237,8 @@ def _build_rule(path: Path, number: int, default: Mode, entry: dict[str, Any]) -
     )
     material = [data for data, _ in keys] + ([roots[0]] if roots else [])
     material += [] if root is None else [read(root)[0]]
-    text = json.dumps([entry, mode], sort_keys=True).encode()
+    demands = {key: value for key, value in entry.items() if key != "licenses"}
+    text = json.dumps([demands, mode], sort_keys=True).encode()
     digest = hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in (text, *material)))
     named = (*entry.get("keys", ()), *(name for name in (authority, root) if name is not None))
     files = tuple(path.parent / name for name in named)

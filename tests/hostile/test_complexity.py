@@ -29,6 +29,7 @@ from clowder_aimage.adapter.description import describe
 from clowder_aimage.adapter.peft_config import parse_metadata
 from clowder_aimage.content.tar import TarReader
 from clowder_aimage.dialect import DIALECTS, READABLE, AImage, Layer, detect
+from clowder_aimage.document.license_expression import parse_expression
 from clowder_aimage.document.schema import find_json_positions
 from clowder_aimage.document.strict_json import MAX_DOCUMENT_SIZE
 from clowder_aimage.document.yaml import read_yaml
@@ -593,6 +594,9 @@ CASES: dict[str, Case] = {
     "pictures/artifact.py": read_settings,
     "registry/auth.py": read_challenge,
     "registry/listing.py": read_tags,
+    "document/license_expression.py": lambda n, _: (
+        lambda: parse_expression(" OR ".join(["(a AND b)"] * n))
+    ),
     "document/schema.py": lambda n, _: lambda: find_json_positions(index(n).decode()),
     "document/strict_json.py": lambda n, _: lambda: read_json(b"[" + b"[{}]," * n + b"0]", "x"),
     "tensor/config_fields.py": read_fields,

@@ -36,6 +36,7 @@ CHECKED: dict[str, tuple[tuple[str, ...], ...]] = {
     "adapters": (),
     "attach": (("NAME", "--get", "-o", "out"),),
     "batch": (),
+    "bom": (("NAME",), ("NAME", "--remote"), ("NAME", "--attach")),
     "blob fetch": (("REPOSITORY@BLOB", "-o", "out"),),
     "convert": (("NAME", "converted", "--dtype", "f16"),),
     "copy": (("NAME", "OTHER"),),

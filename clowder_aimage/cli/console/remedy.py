@@ -65,6 +65,8 @@ REMEDIES = {
     "install_extra": "{command}",
     "layer_of_other_type": "use --layer for other media types only",
     "layout_as_store": "use an image layout in a directory with --store",
+    "license_check": "'aimage trust check REF' explains the policy, whose owner can add the "
+    "licence to its list 'allow'",
     "like": "a complete {family} model in the store can complete it: aimage create NAME {path} "
     "--like REF; or pack the file as it is with --format safetensors",
     "like_tokenizer": "put its files (tokenizer.json, tokenizer_config.json and a chat template) "

@@ -15,7 +15,7 @@ from clowder_aimage.cli.console.option import (
 )
 from clowder_aimage.cli.console.output import print_result
 from clowder_aimage.cli.console.stored_name import stored_argument
-from clowder_aimage.errors import AImageError, NotFoundError, SignatureError
+from clowder_aimage.errors import AImageError, NotFoundError, PolicyError
 from clowder_aimage.oci import Digest, Reference
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @click.group(cls=VerbGroup)
 def trust() -> None:
-    """Explain the policy of signatures."""
+    """Explain the policy of signatures and licences."""
 
 
 @examples(f"aimage trust check {NAME}")
@@ -34,10 +34,11 @@ def trust() -> None:
 @stored_argument()
 @login_connection_options
 def check(reference: Reference) -> int:
-    """Tell which rule of the policy decides about REF, and whether REF is accepted.
+    """Tell which rules of the policy decide about REF, and whether REF is accepted.
 
     REF is looked up in the store, else in its registry. A rule for any name that REF has or came by
-    counts. The exit code is 5 if REF is refused.
+    counts. The licences that REF states are read only if it has the signature that it needs. The
+    exit code is 5 if REF is refused.
     """
     from clowder_aimage.config.trust_policy import read_policy
     from clowder_aimage.config.user_directory import get_user_files
@@ -61,24 +62,26 @@ def check(reference: Reference) -> int:
         gate.admit_stored(layout, content)
     except NotFoundError:
         digest, failure = _check_remote(gate, connection.expand(reference), connection)
-    except SignatureError as error:
+    except PolicyError as error:
         failure = error
     rules = explain(layout, policy, connection.expand(reference), digest)
+    licenses = gate.find_licenses(digest) if digest else None
     value = {
         "reference": str(reference),
         "digest": str(digest) if digest else None,
         "policy": policy.version,
         "rules": rules,
+        **({"licenses": list(licenses)} if licenses is not None else {}),
         "accepted": failure is None,
         **({"reason": failure.message} if failure else {}),
     }
-    print_result(value, _format(reference, rules, failure))
+    print_result(value, _format(value, failure))
     return 0 if failure is None else failure.exit_code
 
 
 def _check_remote(
     gate: PolicyGate, reference: Reference, connection: ClientOptions
-) -> tuple[Digest, SignatureError | None]:
+) -> tuple[Digest, PolicyError | None]:
     from clowder_aimage.content.verified_reader import read_all
     from clowder_aimage.registry import Repository
 
@@ -87,18 +90,20 @@ def _check_remote(
         raw = read_all(repository.open(content), content)
         try:
             gate.admit_remote(repository, reference, content, raw)
-        except SignatureError as error:
+        except PolicyError as error:
             return content.digest, error
         return content.digest, None
 
 
-def _format(
-    reference: Reference, rules: list[dict[str, Any]], failure: AImageError | None
-) -> list[str]:
-    lines = [f"{reference}: {'accepted' if failure is None else 'refused'}"]
-    for entry in rules:
-        if "rule" in entry:
-            lines.append(f"  {entry['name']}: {entry['mode']}, by {entry['rule']}")
-        else:
-            lines.append(f"  {entry['name']}: no rule")
+def _format(value: dict[str, Any], failure: AImageError | None) -> list[str]:
+    lines = [f"{value['reference']}: {'accepted' if failure is None else 'refused'}"]
+    for entry in value["rules"]:
+        rule = f"{entry['mode']}, by {entry['rule']}" if "rule" in entry else "no rule"
+        lines.append(f"  {entry['name']}: {rule}")
+        lines += [
+            f"  {entry['name']}: licences: {each['mode']}, by {each['rule']}"
+            for each in entry["licenses"]
+        ]
+    if "licenses" in value:
+        lines.append(f"  stated licence: {', '.join(value['licenses']) or 'none'}")
     return [*lines, *([f"  {failure.message}"] if failure else [])]

@@ -1,0 +1,32 @@
+"""The licences that a manifest and its config state, in all dialects."""
+
+from __future__ import annotations
+
+from clowder_aimage.dialect import detect
+from clowder_aimage.dialect.aimage import parse_config
+from clowder_aimage.dialect.vendor import get_nested
+from clowder_aimage.errors import FormatError
+from clowder_aimage.oci import Manifest, mediatype, read_json
+
+# SPDX's words for a licence that is not stated
+_NONE = ("none", "noassertion")
+
+
+def list_stated_licenses(manifest: Manifest, config: bytes) -> tuple[str, ...]:
+    """Return the licences of an AImage, each once: all of them apply.
+
+    They are in its config, in an annotation of its manifest, and in the list of a ModelPack.
+    """
+    stated = [manifest.annotations.get(mediatype.LICENSES)]
+    try:
+        properties = parse_config(detect(manifest).read_config(manifest, config))
+        stated.insert(0, properties.get("license"))
+    except FormatError:
+        pass
+    try:
+        listed = get_nested(read_json(config, "the config"), "descriptor", "licenses")
+        stated += listed if isinstance(listed, list) else ()
+    except FormatError:
+        pass
+    texts = dict.fromkeys(text.strip() for text in stated if isinstance(text, str))
+    return tuple(text for text in texts if text and text.lower() not in _NONE)
