@@ -26,6 +26,7 @@ from clowder_aimage.document.strict_json import read_json
 from clowder_aimage.errors import (
     ContentError,
     FormatError,
+    NotFoundError,
     UsageError,
     VerificationError,
 )
