@@ -143,22 +143,25 @@ class PolicyGate:
         record = _read_record(store, content.digest)
         known = [*references, *_list_names(store, content.digest)]
         names = set(map(build_rule_name, known))
-        judged = names | ({build_rule_name(asked)} if asked else set())
-        rules = {rule.id: rule for name in judged if (rule := self._policy.find(name)) is not None}
+        judged = sorted(names | ({build_rule_name(asked)} if asked else set()))
+        found = {rule.id: (rule, name) for name in judged if (rule := self._policy.find(name))}
         if not names and not self._is_listed(store, content):
             self._refuse_unknown(content)
         accepted: dict[str, Any] = dict(record.get("accepted", {}))
-        for rule in rules.values():
+        for rule, name in found.values():
             if rule.mode is Mode.OFF or rule.id in accepted:
                 continue
             admitted = self._admitted.get(content.digest, {}).get(rule.id)
-            accepted[rule.id] = admitted or self._decide_stored(store, rule, content.digest, record)
+            accepted[rule.id] = admitted or self._decide_stored(
+                store, rule, content.digest, record, name
+            )
         _add_origins(store, content.digest, known)
         if record.get("accepted", {}) != accepted:
             value = record | {"accepted": accepted, "policy": self._policy.version}
             _write_record(store, content.digest, value)
         for rule_id, evidence in accepted.items():
-            self._admit(document, content.digest, rules.get(rule_id), evidence)
+            rule, _ = found.get(rule_id, (None, ""))
+            self._admit(document, content.digest, rule, evidence)
         self._admit(document, content.digest, None, {})
 
     def record(self, store: Source, content: Descriptor, reference: Reference) -> None:
@@ -208,9 +211,12 @@ class PolicyGate:
             )
 
     def _decide_stored(
-        self, store: ImageLayout, rule: Rule, digest: Digest, record: dict[str, Any]
+        self, store: ImageLayout, rule: Rule, digest: Digest, record: dict[str, Any], judged: str
     ) -> dict[str, Any]:
-        """Return what admits a stored manifest: a signature in the store, or in its registry."""
+        """Return what admits a stored manifest: a signature in the store, or in its registry.
+
+        The rule is for the name ``judged``.
+        """
         # A manifest that an index lists may be admitted by the signature of that.
         subjects = [digest, *(Digest.parse(each) for each in record.get("indexes", ()))]
         failure: AImageError | None = None
@@ -226,14 +232,17 @@ class PolicyGate:
                 for subject in subjects:
                     try:
                         return self._search_registry(name, rule, subject)
-                    except (AccessError, SignatureError, UsageError):
+                    except (AccessError, SignatureError) as error:
+                        # It says more than that the store has none
+                        failure = error
+                    except UsageError:
                         continue
-        return self._fail(rule, digest, failure)
+        return self._fail(rule, digest, failure, f"{judged}@{digest}")
 
     def _search_registry(self, name: str, rule: Rule, subject: Digest) -> dict[str, Any]:
         reference = Reference.parse(f"{name}@{subject}")
         if reference.registry is None:
-            raise SignatureError(f"{name} has no registry")
+            raise UsageError(f"{name} has no registry")
         with Repository(reference, self._connect()) as repository:
             place = RegistryPlace(repository.without_gate(), reference)
             return _describe(find_signature(place, subject, rule.signers, _now()))
@@ -249,18 +258,18 @@ class PolicyGate:
             return self._fail(rule, digest, error, name)
 
     def _fail(
-        self, rule: Rule, digest: Digest, failure: AImageError | None, name: str = ""
+        self, rule: Rule, digest: Digest, failure: AImageError | None, name: str
     ) -> dict[str, Any]:
         """Warn, or raise SignatureError, by the mode of the rule."""
         reason = failure.message if failure else f"{digest} has no signature"
-        message = f"{name or digest} is refused by {rule.source}, for {rule.pattern}: {reason}"
+        message = f"{name} is refused by {rule.source}, for {rule.pattern}: {reason}"
         if rule.mode is Mode.ENFORCE:
             raise SignatureError(message, remedy="trust_check")
         with self._lock:
             is_new = (rule.id, digest) not in self._warned
             self._warned.add((rule.id, digest))
         if is_new:
-            _log.warning("%s would be refused: %s", name or digest, reason)
+            _log.warning("%s would be refused: %s", name, reason)
         return {"warned": reason}
 
     def _admit(

@@ -60,6 +60,8 @@ def check(reference: Reference) -> int:
         digest = content.digest
         gate.admit_stored(layout, content)
     except NotFoundError:
+        if connection.expand(reference).registry is None:
+            raise
         digest, failure = _check_remote(gate, connection.expand(reference), connection)
     except SignatureError as error:
         failure = error
