@@ -10,6 +10,7 @@ import io
 import json
 import os
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -42,8 +43,10 @@ from clowder_aimage.layout.stored_aimage import lease_manifest, read_aimage, rea
 from clowder_aimage.load import load
 from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference, mediatype
 from clowder_aimage.oci.manifest import encode
+from clowder_aimage.pull import pull
 from clowder_aimage.push import push, transfer, transfer_tags
 from clowder_aimage.registry import ClientOptions, Repository
+from clowder_aimage.registry.session import Session
 from clowder_aimage.save import save
 from clowder_aimage.sign import sign, sign_with
 from clowder_aimage.trust.acceptance import Format
@@ -91,7 +94,8 @@ class Machine:
         """Store an AImage with one file under a name."""
         layer = self.push(mediatype.AIMAGE_FILE, data).to_json()
         layer["annotations"] = {mediatype.NAME: "a"}
-        config = self.push(mediatype.AIMAGE_CONFIG, b"{}")
+        # Not the empty config that signatures have
+        config = self.push(mediatype.AIMAGE_CONFIG, b"{ }")
         return self.write(name, mediatype.AIMAGE_MANIFEST, config, layer)
 
     def write(self, name: str, kind: str, config: Descriptor, *layers: Any) -> Descriptor:
@@ -633,6 +637,29 @@ def test_the_signatures_of_a_manifest_are_listed_once(
         source, target = (Reference.parse(f"{host}/team/x") for host in (first, second))
         assert set(transfer_tags(source, target, options)) == {"v1", "v2"}
     assert listed == [content.digest]
+
+
+def test_a_policy_costs_three_requests_of_a_registry_with_the_referrers_api(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine.create("team/x:v1")
+    machine.sign("team/x:v1")
+    options, request = ClientOptions(docker_config=machine.home), Session.request
+    counts = [Counter[str](), Counter[str]()]
+
+    def note(self: Session, method: str, url: str, *args: Any, **values: Any) -> Any:
+        kind = url.partition("/team/x/")[2].partition("/")[0]
+        counts[is_enforced][f"{method} {kind}"] += 1
+        return request(self, method, url, *args, **values)
+
+    monkeypatch.setattr(Session, "request", note)
+    with serving_stores(machine.store) as (host,):
+        for is_enforced in (False, True):
+            if is_enforced:
+                machine.enforce(f"{host}/*", offline=False)
+            store = ImageLayout(machine.home / f"pulled-{is_enforced}")
+            pull(Reference.parse(f"{host}/team/x:v1"), store, options)
+    assert counts[1] - counts[0] == {"GET referrers": 1, "GET manifests": 1, "GET blobs": 1}
 
 
 @contextlib.contextmanager
