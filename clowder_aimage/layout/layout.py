@@ -315,12 +315,12 @@ class ImageLayout(ContentStore):
             with contextlib.suppress(AImageError):
                 self.add_origins(Digest.parse(entry.get("digest")), [get_name(entry)])
 
-    def add_origins(self, digest: Digest, names: Iterable[str]) -> None:
+    def add_origins(self, digest: Digest, names: Iterable[str], *, durable: bool = True) -> None:
         """Record that a manifest came by names: a policy counts them beside its own.
 
         Names that it loses are recorded by this store. Raises StoreError or NoSpaceError.
         """
-        add_origins(self.root, digest, names)
+        add_origins(self.root, digest, names, durable=durable)
 
     def list_origins(self, digest: Digest) -> set[str]:
         """Return the repositories whose names a manifest had or came by. Raises StoreError."""

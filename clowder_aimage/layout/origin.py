@@ -29,8 +29,8 @@ ORIGINS = "origins"
 _MAX_SIZE = 1 << 20
 
 
-def add_origins(root: Path, digest: Digest, names: Iterable[str]) -> None:
-    """Record names of a manifest, durably. Raises StoreError or NoSpaceError."""
+def add_origins(root: Path, digest: Digest, names: Iterable[str], *, durable: bool) -> None:
+    """Record names of a manifest. Raises StoreError or NoSpaceError."""
     known = list_origins(root, digest)
     new = dict.fromkeys(map(_strip_tag, names))
     text = "".join(f"\n{name}" for name in new if name not in known and "\n" not in name)
@@ -41,7 +41,8 @@ def add_origins(root: Path, digest: Digest, names: Iterable[str]) -> None:
         fd = open_shared(path, APPEND)
         try:
             write_all(fd, text.encode("utf-8", "surrogatepass"))
-            os.fsync(fd)
+            if durable:
+                os.fsync(fd)
         finally:
             os.close(fd)
 

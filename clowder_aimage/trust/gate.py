@@ -177,7 +177,8 @@ class PolicyGate:
             "indexes": sorted(indexes.union(record.get("indexes", ()))),
             "policy": self._policy.version,
         }
-        if value != {key: record.get(key) for key in value}:
+        is_decided = value["accepted"] or value["indexes"]
+        if is_decided and value != {key: record.get(key) for key in value}:
             _write_record(store, content.digest, record | value)
         for subject in (content.digest, *map(Digest.parse, sorted(indexes))):
             with self._lock:
@@ -360,7 +361,8 @@ def _parse_name(name: str) -> Reference:
 
 def _add_origins(store: ImageLayout, digest: Digest, names: Sequence[Reference]) -> None:
     try:
-        store.add_origins(digest, map(str, names))
+        # Its names are durable until it loses them
+        store.add_origins(digest, map(str, names), durable=False)
     except AccessError as error:
         # A store that only others write has the names of its index
         _log.debug("cannot record the names of %s: %s", digest, error)
