@@ -21,7 +21,7 @@ from clowder_aimage.content.atomic_file import DISK_FULL, open_atomic, write_all
 from clowder_aimage.content.buffer import new_buffer
 from clowder_aimage.content.copy_option import CopyEvent, ignore
 from clowder_aimage.content.file_system import ADVICE
-from clowder_aimage.content.store import Reader, build_file_body
+from clowder_aimage.content.store import EmptySource, Reader, build_file_body
 from clowder_aimage.content.verified_reader import VerifyingReader, read_all
 from clowder_aimage.errors import (
     FormatError,
@@ -108,8 +108,7 @@ def attach(
     with Repository(reference, connection) as repository:
         subject = repository.resolve(reference)
         manifest = build_artifact(artifact_type, layers, subject, annotations or {})
-        documents = {manifest.digest: manifest.raw, manifest.config.digest: EMPTY}
-        source = Overlay(_Files(layers, files), manifest.descriptor, documents)
+        source = Overlay.of(manifest, EMPTY, source=_Files(layers, files))
         name, connections = (
             reference.with_digest(manifest.digest),
             connection.compute_connections(reference.registry),
@@ -204,14 +203,11 @@ def _build_descriptor(file: Path) -> Descriptor:
     return Descriptor(_LAYER, Digest("sha256", encoded), size, {mediatype.TITLE: file.name})
 
 
-class _Files(Source):
+class _Files(EmptySource):
     """Local files, as a source to copy from."""
 
     def __init__(self, layers: Sequence[Descriptor], files: Sequence[Path]) -> None:
         self._paths = {layer.digest: file for layer, file in zip(layers, files, strict=True)}
-
-    def resolve(self, reference: Reference, /) -> Descriptor:
-        raise NotFoundError(f"{reference} not found among the files")
 
     def exists(self, content: Descriptor, /) -> bool:
         return content.digest in self._paths

@@ -250,9 +250,12 @@ class _Loader:
                     remainder = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
                     problems.append(f"{reference} is missing {missing[0].digest}{remainder}")
                     continue
+                origins = _list_own_names(root)
                 if self.gate is not None:
-                    names = [reference, *_list_own_names(root)]
-                    self.gate.admit_named(self.layout, root, names)
+                    self.gate.admit_named(self.layout, root, [reference, *origins])
+                # For a policy that comes later, too
+                others = [str(name) for name in origins if name.name != reference.name]
+                self.layout.add_origins(root.digest, others)
                 copy(self.layout, reference, self.layout, plan=plan)
                 inflate_copied(self.layout, *plan.documents[-1])
             except ContentError as error:

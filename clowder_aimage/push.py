@@ -6,6 +6,8 @@ import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from dataclasses import replace
 
 from clowder_aimage.content import (
@@ -62,9 +64,11 @@ from clowder_aimage.registry import (
     UnlistedReferrerError,
     is_generated,
 )
-from clowder_aimage.trust.collection import CARRIED, MAX_REFERRERS, RegistryPlace, iter_carried
+from clowder_aimage.trust.collection import CARRIED, RegistryPlace, iter_carried
 from clowder_aimage.trust.simple_signing import build_signature_tag
 
+# Searches for signatures at once
+_SEARCHES = 8
 _log = logging.getLogger("aimage.registry")
 
 # The form of an image that runtimes mount; not a dialect, because its blobs are others.
@@ -214,11 +218,12 @@ def transfer_tags(
         source_repository,
         target_repository,
     ):
-        tags = sorted(tag for tag in source_repository.list_tag_names() if not is_generated(tag))
+        listed = frozenset(source_repository.list_tag_names())
+        tags = sorted(tag for tag in listed if not is_generated(tag))
         pairs = [(replace(source, tag=tag), replace(target, tag=tag)) for tag in tags]
         connections = connection.compute_connections(source.registry, target.registry)
         roots = _transfer(
-            source_repository, target_repository, pairs, recursive, connections, on_event
+            source_repository, target_repository, pairs, recursive, connections, on_event, listed
         )
         return dict(zip(tags, roots, strict=True))
 
@@ -230,9 +235,13 @@ def _transfer(
     recursive: bool,
     connections: int,
     on_event: OnEvent,
+    tags: Collection[str] | None = None,
 ) -> list[Descriptor]:
-    """Copy each source to its target, with one plan for the events; return the roots."""
-    plans = _plan_transfer(source_repository, pairs, recursive)
+    """Copy each source to its target, with one plan for the events; return the roots.
+
+    ``tags`` are those of the repository of the sources, if they are known.
+    """
+    plans = _plan_transfer(source_repository, pairs, recursive, tags)
     size = sum(plan.size for plan, _ in plans.values())
     count = sum(len(plan.blobs) for plan, _ in plans.values())
     if len(plans) > 1:
@@ -268,7 +277,10 @@ def _transfer(
 
 
 def _plan_transfer(
-    source_repository: Repository, pairs: Sequence[tuple[Reference, Reference]], recursive: bool
+    source_repository: Repository,
+    pairs: Sequence[tuple[Reference, Reference]],
+    recursive: bool,
+    tags: Collection[str] | None,
 ) -> dict[Digest | Reference, tuple[CopyPlan, Reference]]:
     """Return the plans and names of the copies, attached artifacts before their subjects."""
     plans: dict[Digest | Reference, tuple[CopyPlan, Reference]] = {}
@@ -277,16 +289,17 @@ def _plan_transfer(
     for source, target in pairs:
         plan = plan_copy(source_repository, source_repository.resolve(source))
         # Attached artifacts come first: once the tag exists, its signatures do, too.
-        for subject, _ in plan.documents if not recursive else ():
-            if subject.digest in searched:
-                continue
-            searched.add(subject.digest)
-            for root in _list_signatures(source_repository, source, subject.digest):
-                copied = _plan_signature(source_repository, source, target, subject.digest, root)
+        subjects = {content.digest: None for content, _ in plan.documents}.keys() - searched
+        # One repository has them already
+        if not recursive and source.canonical.name != target.canonical.name:
+            searched |= subjects
+            place = RegistryPlace(source_repository, source, tags)
+            for subject, root in _list_signatures(place, subjects):
+                copied = _plan_signature(source_repository, source, target, subject, root)
                 if copied is not None:
                     plans[root.digest] = copied
-        for subject, _ in plan.documents if recursive else ():
-            for _, _, entry in source_repository.iter_referrers(subject.digest):
+        for content, _ in plan.documents if recursive else ():
+            for _, _, entry in source_repository.iter_referrers(content.digest):
                 # Registries may list referrers that were deleted.
                 with contextlib.suppress(NotFoundError):
                     root = source_repository.resolve(source.with_digest(entry.digest))
@@ -329,21 +342,32 @@ def _leave_out(signature: Digest, error: AccessError, names: Sequence[Reference]
 
 
 def _list_signatures(
-    repository: Repository, source: Reference, subject: Digest
-) -> list[Descriptor]:
-    """Return the signatures of a manifest: bundles, and the manifest of cosign's older form.
+    place: RegistryPlace, subjects: Collection[Digest]
+) -> list[tuple[Digest, Descriptor]]:
+    """Return the signatures of manifests: bundles, and the manifests of cosign's older form.
 
     Statements of derivations are copied with them. A registry that does not answer has none to
     copy; a policy then refuses the copy.
     """
-    place, found = RegistryPlace(repository, source), list[Descriptor]()
-    with contextlib.suppress(AccessError, FormatError):
-        listed = repository.list_referrers(subject, limit=MAX_REFERRERS)
-        found += [entry for entry in listed if entry.extra.get("artifactType") in CARRIED]
-    with contextlib.suppress(AccessError, FormatError):
-        tagged = place.find_tagged(subject)
-        found += [tagged] if tagged else []
-    return found
+
+    def list_carried(subject: Digest) -> Sequence[Descriptor]:
+        with contextlib.suppress(AccessError, FormatError):
+            return place.list_carried(subject)
+        return ()
+
+    def find_tagged(subject: Digest) -> Sequence[Descriptor]:
+        with contextlib.suppress(AccessError, FormatError):
+            return [tagged] if (tagged := place.find_tagged(subject)) else ()
+        return ()
+
+    # At once: most manifests have none, and each answer takes a round trip
+    with ThreadPoolExecutor(_SEARCHES, "signatures") as pool:
+        searches = [
+            (subject, pool.submit(copy_context().run, search, subject))
+            for subject in sorted(subjects, key=str)
+            for search in (list_carried, find_tagged)
+        ]
+        return [(subject, found) for subject, search in searches for found in search.result()]
 
 
 def _list_signed(plan: CopyPlan, stored: CopyPlan, dialect: str | None) -> set[Digest]:
@@ -594,5 +618,4 @@ def _rewrite(store: ContentStore, stored: StoredAImage, reference: Reference, na
         raise _UnfitError(
             f"cannot write the AImage in the {dialect.name} dialect: {error}", hint=error.hint
         ) from None
-    documents = {manifest.digest: manifest.raw, manifest.config.digest: config}
-    return Overlay(store, manifest.descriptor, documents)
+    return Overlay.of(manifest, config, source=store)

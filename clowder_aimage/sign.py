@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from clowder_aimage.content import Overlay, Source, copy, plan_copy
-from clowder_aimage.content.store import Reader, Target
+from clowder_aimage.content import Overlay, copy, plan_copy
+from clowder_aimage.content.store import Target
 from clowder_aimage.errors import NotFoundError, RegistryError, UsageError
 from clowder_aimage.exporter.digest import hash_stored_files
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import read_manifest
-from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference, mediatype
+from clowder_aimage.oci import Descriptor, Manifest, Reference, mediatype
 from clowder_aimage.oci.artifact import EMPTY, build_artifact
 from clowder_aimage.oci.manifest import encode
 from clowder_aimage.registry import ClientOptions, Repository
@@ -54,7 +54,8 @@ def sign_with(signer: Signer, kind: Format) -> SignStatement:
         signature = signer.sign(encode_pae(IN_TOTO, statement))
         envelope = Envelope(IN_TOTO, statement, signature)
         if signer.certificates:
-            return build_certificate_bundle(envelope, signer.certificates)
+            stamps = signer.stamp(signature)
+            return build_certificate_bundle(envelope, signer.certificates, stamps)
         key = signer.public_key
         return build_key_bundle(envelope, key.pem_hint if kind is Format.OMS else key.der_hint)
 
@@ -158,26 +159,24 @@ def _attach_bundle(
     layer = Descriptor.of(MEDIA_TYPE, bundle)
     annotations = {_CONTENT: "dsse-envelope", _PREDICATE: predicate}
     manifest = build_artifact(MEDIA_TYPE, [layer], subject, annotations)
-    _push(target, manifest, reference.with_digest(manifest.digest), {layer.digest: bundle})
+    source = Overlay.of(manifest, EMPTY, {layer.digest: bundle})
+    copy(source, reference.with_digest(manifest.digest), target)
     return Signature(subject, manifest.descriptor)
-
-
-def _push(target: Target, manifest: Manifest, name: Reference, blobs: dict[Digest, bytes]) -> None:
-    documents = {manifest.digest: manifest.raw, manifest.config.digest: EMPTY} | blobs
-    copy(Overlay(_Nothing(), manifest.descriptor, documents), name, target)
 
 
 def _add_tagged(
     target: Target, reference: Reference, subject: Descriptor, signer: Signer
 ) -> Signature:
     payload = simple_signing.build_payload(subject.digest, reference.name)
-    layer = simple_signing.build_layer(payload, signer.sign(payload, "sha256"))
+    signature = signer.sign(payload, "sha256")
+    stamps = signer.stamp(signature)
+    tagged = simple_signing.TaggedSignature(signature, signer.certificates, stamps)
+    layer = tagged.build_layer(payload)
     tag = simple_signing.build_signature_tag(subject.digest)
     name = Reference(reference.registry, reference.repository, tag)
     for _ in range(_ATTEMPTS):
         manifest, config = _build_tagged([*_read_tagged(target, name), layer])
-        blobs = {layer.digest: payload, manifest.config.digest: config}
-        _push(target, manifest, name, blobs)
+        copy(Overlay.of(manifest, config, {layer.digest: payload}), name, target)
         if layer.annotations in [entry.annotations for entry in _read_tagged(target, name)]:
             return Signature(subject, manifest.descriptor)
     raise RegistryError(
@@ -212,16 +211,3 @@ def _build_tagged(layers: Sequence[Descriptor]) -> tuple[Manifest, bytes]:
         "layers": [layer.to_json() for layer in layers],
     }
     return Manifest.build(document), config
-
-
-class _Nothing(Source):
-    """A source without content: the target has the rest."""
-
-    def resolve(self, reference: Reference, /) -> Descriptor:
-        raise NotFoundError(f"{reference} not found")
-
-    def exists(self, _: Descriptor, /) -> bool:
-        return False
-
-    def open(self, content: Descriptor, _: int = 0, __: int | None = None, /) -> Reader:
-        raise NotFoundError(f"{content.digest} not found")

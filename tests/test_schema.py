@@ -235,6 +235,7 @@ def test_an_installed_package_contains_the_schemas(tmp_path: Path) -> None:
         "__init__.py",
         "document/optional_file.py",
         "document/schema.py",
+        "document/schema_check.py",
         "document/similarity.py",
         "document/strict_json.py",
         "document/unicode_text.py",

@@ -10,14 +10,15 @@ from __future__ import annotations
 import contextlib
 import io
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
 from clowder_aimage.content.copy_option import CopyOptions
-from clowder_aimage.errors import AccessError
-from clowder_aimage.oci import Descriptor, Digest, Reference
+from clowder_aimage.errors import AccessError, NotFoundError
+from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference
 
 # The content of the file oci-layout (OCI image-spec, image-layout.md).
 LAYOUT_FILE = b'{"imageLayoutVersion":"1.0.0"}'
@@ -31,6 +32,7 @@ class Reader(AbstractContextManager["Reader"], Protocol):
     def close(self) -> None: ...
 
 
+NO_BLOBS: Mapping[Digest, bytes] = MappingProxyType({})
 # Free bytes of a store that does not know them: no content is larger.
 UNKNOWN_SIZE = 2**63 - 1
 
@@ -146,13 +148,38 @@ class WrappedSource(Source):
         return self._source.invalidate(content)
 
 
+class EmptySource(Source):
+    """A source without content."""
+
+    def resolve(self, reference: Reference, /) -> Descriptor:
+        raise NotFoundError(f"{reference} not found")
+
+    def exists(self, _: Descriptor, /) -> bool:
+        return False
+
+    def open(self, content: Descriptor, _: int = 0, __: int | None = None, /) -> Reader:
+        raise NotFoundError(f"{content.digest} not found")
+
+
 class Overlay(WrappedSource):
     """A source that adds a few documents to another source; every name resolves to ``root``."""
 
-    def __init__(self, source: Source, root: Descriptor, documents: dict[Digest, bytes]) -> None:
+    def __init__(self, source: Source, root: Descriptor, documents: Mapping[Digest, bytes]) -> None:
         super().__init__(source)
         self._root = root
         self._documents = documents
+
+    @classmethod
+    def of(
+        cls,
+        manifest: Manifest,
+        config: bytes,
+        blobs: Mapping[Digest, bytes] = NO_BLOBS,
+        source: Source | None = None,
+    ) -> Overlay:
+        """Return an artifact that is in memory, over the source of its other blobs."""
+        documents = {manifest.digest: manifest.raw, manifest.config.digest: config, **blobs}
+        return cls(source or EmptySource(), manifest.descriptor, documents)
 
     def resolve(self, _: Reference, /) -> Descriptor:
         return self._root

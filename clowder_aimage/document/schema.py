@@ -18,6 +18,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from clowder_aimage.document.optional_file import read_optional
+from clowder_aimage.document.schema_check import (
+    SchemaCheck,
+    UnknownKeywordError,
+    compile_pattern,
+)
 from clowder_aimage.document.similarity import find_nearest
 from clowder_aimage.document.strict_json import read_json
 from clowder_aimage.document.unicode_text import recode_file
@@ -82,12 +87,31 @@ def _list_paths() -> dict[str, Path]:
 
 def validate(name: str, document: object) -> None:
     """Check ``document`` against a schema. Raises FormatError, with the most relevant violation."""
+    if is_valid(name, document):
+        return
     from jsonschema.exceptions import best_match
 
     error = best_match(islice(_build_validator(name).iter_errors(document), _MAX_MATCHED))
     if error is not None:
         location = "/".join(str(key) for key in error.absolute_path) or "the top"
         raise FormatError(f"invalid {name} document: {_format_message(error)} (at {location})")
+
+
+def is_valid(name: str, document: object) -> bool:
+    """Return True if a document is surely valid; False also if it is not known here."""
+    try:
+        return SchemaCheck(load(name), _load_url).accepts(document)
+    except (UnknownKeywordError, RecursionError):
+        return False
+
+
+def _load_url(url: str) -> dict[str, Any]:
+    """Return the schema of the project with a URL. Raises UnknownKeywordError."""
+    # schemas/trust.schema.json is .../trust.v1.schema.json
+    name = re.sub(r"\.v[0-9]+$", "", url.rpartition("/")[2].removesuffix(_SUFFIX))
+    if name in list_names() and (schema := load(name)).get("$id") == url:
+        return schema
+    raise UnknownKeywordError(url)
 
 
 def read_configuration(
@@ -192,15 +216,8 @@ def _iter_pattern_errors(
 ) -> Iterator[ValidationError]:
     from jsonschema import ValidationError
 
-    if isinstance(instance, str) and not _compile(pattern).search(instance):
+    if isinstance(instance, str) and not compile_pattern(pattern).search(instance):
         yield ValidationError(f"{instance!r} does not match {pattern!r}")
-
-
-@functools.cache
-def _compile(pattern: str) -> re.Pattern[str]:
-    # In a character class, $ is literal.
-    shielded = re.sub(r"\[[^]]*\]", lambda match: match[0].replace("$", r"\$"), pattern)
-    return re.compile(re.sub(r"(?<!\\)\$", r"\\Z", shielded))
 
 
 def _format_message(error: ValidationError) -> str:

@@ -66,10 +66,10 @@ def adopt(
         copied = existing = 0
         links: list[LinkedBlob] = []
         with store.lease(manifest.digest, *blobs), contextlib.ExitStack() as stack:
+            origin = _build_origin(path.relative_to(directory / "manifests"))
             if (gate := find_gate()) is not None:
                 # Before any blob; the policy reads the manifest in the store.
                 store.push(manifest.descriptor, build_bytes_body(manifest.raw))
-                origin = _build_origin(path.relative_to(directory / "manifests"))
                 gate.admit_named(store, manifest.descriptor, [origin, reference])
             for blob in blobs.values():
                 if store.exists(blob):
@@ -83,6 +83,7 @@ def adopt(
             # Links are committed after all copies: a failure before leaves none.
             for link in links:
                 link.commit()
+            store.add_origins(manifest.digest, [str(origin)])
             store.push(manifest.descriptor, build_bytes_body(manifest.raw), reference)
         return AdoptedModel(manifest.descriptor, len(links), copied, existing, size)
     except OSError as error:

@@ -40,6 +40,7 @@ from clowder_aimage.layout.lock import (
     supports_locks,
     translate_store_errors,
 )
+from clowder_aimage.layout.origin import ORIGINS
 from clowder_aimage.layout.repository_record import RepositoryRecords
 from clowder_aimage.layout.unpacking import list_companions
 from clowder_aimage.oci import Descriptor, Digest, Reference
@@ -413,9 +414,11 @@ def tidy(root: Path, latest: float) -> None:
         check_own(root, kind)
         with DescriptionFiles(root, kind) as files:
             files.retain(present)
-    for kind in ("used", UNNAMED):
+    # Those of manifests in other stores have names here
+    named = {name.partition(":")[2] for name in find_digests(json.dumps(read_index(root)).encode())}
+    for kind, kept in (("used", present), (UNNAMED, present), (ORIGINS, present | named)):
         for path in Path(check_own(root, kind)).glob("*"):
-            if "." not in path.name and path.name not in present:
+            if "." not in path.name and path.name not in kept:
                 with contextlib.suppress(OSError):
                     path.unlink()
     private = root / PRIVATE

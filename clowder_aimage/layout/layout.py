@@ -74,6 +74,7 @@ from clowder_aimage.layout.lock import (
     translate_store_errors,
 )
 from clowder_aimage.layout.metadata import MetadataFiles
+from clowder_aimage.layout.origin import add_origins, list_origins
 from clowder_aimage.layout.repository_record import RepositoryRecords
 from clowder_aimage.layout.summary import keep_summary
 from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference, mediatype, parse_document
@@ -307,6 +308,24 @@ class ImageLayout(ContentStore):
                     descriptor = Descriptor.from_json(entry, "index.json")
                     records.add_dropped(reference.name, descriptor)
 
+    def _record_origins(self, entries: Iterable[Any]) -> None:
+        """Record the names that manifests are about to lose."""
+        for entry in entries:
+            # A full disk is no reason to keep a name
+            with contextlib.suppress(AImageError):
+                self.add_origins(Digest.parse(entry.get("digest")), [get_name(entry)])
+
+    def add_origins(self, digest: Digest, names: Iterable[str], *, durable: bool = True) -> None:
+        """Record that a manifest came by names: a policy counts them beside its own.
+
+        Names that it loses are recorded by this store. Raises StoreError or NoSpaceError.
+        """
+        add_origins(self.root, digest, names, durable=durable)
+
+    def list_origins(self, digest: Digest) -> set[str]:
+        """Return the repositories whose names a manifest had or came by. Raises StoreError."""
+        return set().union(*(list_origins(root, digest) for root in self.roots))
+
     def pin(self, name: str, value: dict[str, Any] | None = None) -> None:
         """Pin a name; ``value`` states why. Raises StoreError or NoSpaceError."""
         with hold_lock(self.root, "lock"):
@@ -487,12 +506,14 @@ class ImageLayout(ContentStore):
 
         with edit_index(self.root, [name], is_deferred=self.defers_index, undo=undo) as index:
             moved = [old for old in index["manifests"] if is_named(old, name)]
+            moved = [old for old in moved if old.get("digest") != str(content.digest)]
+            self._record_origins(moved)
             entry = _replace(index["manifests"], entry, name)
             is_elsewhere = self.locate(content) != build_blob_path(self.root, content)
             record = {"entry": entry} | ({"elsewhere": True} if is_elsewhere else {})
             before.append(self._names.get(name))
             self._names.put(name, record, durable=True)
-        self._record_unnamed(old for old in moved if old.get("digest") != str(content.digest))
+        self._record_unnamed(moved)
         self.use(content)
         if isinstance(document, Manifest):
             # Other artifacts have no summary.
@@ -564,6 +585,7 @@ class ImageLayout(ContentStore):
 
         with edit_index(self.root, names, is_deferred=self.defers_index, undo=undo) as index:
             removed_entries = [entry for entry in index["manifests"] if _is_entry_of(entry, names)]
+            self._record_origins(removed_entries)
             for entry in removed_entries:
                 name = get_name(entry)
                 if (record := self._names.get(name)) is not None:

@@ -45,6 +45,8 @@ READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
 # The mode of a private file in a group's store
 SHARED_MODE = 0o660
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+# Those of ``open_shared`` for a file to which several processes add lines
+APPEND = _FLAGS | os.O_APPEND
 # Seconds by which a file server's clock may be ahead
 _SKEW = 300.0
 _MOMENT = 0.01  # seconds

@@ -82,8 +82,7 @@ def push_pictures(
     config_descriptor = Descriptor.of(mediatype.AIMAGE_PICTURE_CONFIG, config)
     manifest = build_artifact(mediatype.AIMAGE_PICTURE, layers, subject, {}, config_descriptor)
     blobs = {layer.digest: made.data for layer, made in zip(layers, pictures, strict=True)}
-    documents = blobs | {manifest.digest: manifest.raw, config_descriptor.digest: config}
-    source = Overlay(store, manifest.descriptor, documents)
+    source = Overlay.of(manifest, config, blobs, store)
     with Repository(target, connection) as repository:
         _check_replaceable(target, repository)
         connections = connection.compute_connections(target.registry)

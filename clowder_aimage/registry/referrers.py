@@ -7,6 +7,7 @@ decides which of them a registry uses, for lists, attached manifests and deletio
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -57,9 +58,15 @@ def build_tag(subject: Digest) -> str:
 
 
 def list_referrers(
-    session: Session, subject: Digest, artifact_type: str = "", limit: int | None = None
+    session: Session,
+    subject: Digest,
+    artifact_type: str = "",
+    limit: int | None = None,
+    tags: Collection[str] | None = None,
 ) -> list[Descriptor]:
     """Return the referrers of ``subject``, of one artifact type if given.
+
+    If the ``tags`` of the repository are known, the subject's is asked for only if it is one.
 
     Raises RegistryError, also if there are more than ``limit``; NetworkError, UnauthorizedError, or
     FormatError.
@@ -67,7 +74,8 @@ def list_referrers(
     answer = _request_entries(session, subject, artifact_type, limit)
     listed = answer.entries
     # An API may ignore the subjects of manifests, and their clients then use the tag.
-    if not listed and not session.has_referrers_api:
+    may_have_tag = tags is None or build_tag(subject) in tags
+    if not listed and not session.has_referrers_api and may_have_tag:
         listed = _list_tagged(session, subject, answer.refusal)
         _check_count(len(listed), subject, limit)
     unique = {entry.digest: entry for entry in listed if entry.digest != subject}

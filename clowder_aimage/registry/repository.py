@@ -6,7 +6,7 @@ import contextlib
 import io
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from copy import copy
 from dataclasses import replace
@@ -301,13 +301,18 @@ class Repository(Target, AbstractContextManager["Repository"]):
         return listing.list_tags(self._session, self._name)
 
     def list_referrers(
-        self, subject: Digest, artifact_type: str = "", limit: int | None = None
+        self,
+        subject: Digest,
+        artifact_type: str = "",
+        limit: int | None = None,
+        tags: Collection[str] | None = None,
     ) -> list[Descriptor]:
         """Return the manifests with ``subject``, of one type if given (end-12).
 
-        Raises RegistryError if there are more than ``limit``, of which no more pages are read.
+        If the ``tags`` of the repository are known, no other one is asked for. Raises RegistryError
+        if there are more than ``limit``, of which no more pages are read.
         """
-        return referrers.list_referrers(self._session, subject, artifact_type, limit)
+        return referrers.list_referrers(self._session, subject, artifact_type, limit, tags)
 
     def iter_referrers(self, subject: Digest) -> Iterator[tuple[int, Digest, Descriptor]]:
         """Yield level, subject and descriptor of the referrers of ``subject``, and of theirs.

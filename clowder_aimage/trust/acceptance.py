@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from clowder_aimage.errors import FormatError
 from clowder_aimage.oci import Digest
@@ -19,7 +19,9 @@ from clowder_aimage.trust.bundle import Bundle, Method
 from clowder_aimage.trust.certificate import Identity, find_issuer, verify_chain
 from clowder_aimage.trust.key import PublicKey, verifies
 from clowder_aimage.trust.oms import PREDICATE, SignedFiles
+from clowder_aimage.trust.simple_signing import TaggedSignature
 from clowder_aimage.trust.statement import COSIGN_SIGN, Statement
+from clowder_aimage.trust.timestamp import find_stamped_time
 
 
 class Format(StrEnum):
@@ -35,7 +37,8 @@ class Signers:
     """The expected signers. ``roots`` are certificates of authorities in DER.
 
     An identity with an issuer is that of a keyless signature, one without that of a certificate
-    below ``roots``. ``trusted_root`` is the file of sigstore's keys.
+    below ``roots``, which may have expired since a time that an authority below ``stamp_roots``
+    states. ``trusted_root`` is the file of sigstore's keys.
     """
 
     keys: tuple[PublicKey, ...] = ()
@@ -44,6 +47,7 @@ class Signers:
     trusted_root: Path | None = None
     offline: bool = False
     formats: frozenset[Format] = frozenset(Format)
+    stamp_roots: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,19 +133,33 @@ def accept_files(
 
 
 def accept_payload(
-    payload: bytes, signature: bytes, subject: Digest, signers: Signers
+    payload: bytes, tagged: TaggedSignature, subject: Digest, signers: Signers, now: datetime
 ) -> AcceptedSignature:
-    """Verify a signature of cosign's older form, by a key. Raises FormatError."""
-    _check_format(Format.COSIGN_TAG, signers)
+    """Verify a signature of cosign's older form, by a key or a certificate. Raises FormatError."""
+    kind = Format.COSIGN_TAG
+    _check_format(kind, signers)
     if simple_signing.parse_payload(payload) != subject:
         raise FormatError("it is a signature of another digest")
+    # cosign hashes with SHA-256, whatever the curve.
+    signed = _Signed(tagged.signature, payload, tagged.certificates, tagged.stamps, "sha256")
     for key in signers.keys:
-        # cosign hashes with SHA-256, whatever the curve.
-        if key.verifies(signature, payload, "sha256"):
-            return AcceptedSignature(
-                Format.COSIGN_TAG, Method.KEY, f"sha256:{key.fingerprint}", "", None, subject
-            )
+        if key.verifies(tagged.signature, payload, signed.hash_name):
+            signer = f"sha256:{key.fingerprint}"
+            return AcceptedSignature(kind, Method.KEY, signer, "", None, subject)
+    if tagged.certificates and signers.roots:
+        signer, time = _verify_certificate(signed, signers, now)
+        return AcceptedSignature(kind, Method.CERTIFICATE, signer, "", time, subject)
     raise FormatError("it is by none of the expected keys")
+
+
+class _Signed(NamedTuple):
+    """A message with its signature and what belongs to that; an empty hash is that of the curve."""
+
+    signature: bytes
+    message: bytes
+    certificates: tuple[bytes, ...]
+    stamps: tuple[bytes, ...]
+    hash_name: str = ""
 
 
 def _find_format(statement: Statement) -> Format:
@@ -168,7 +186,10 @@ def _verify(
     if bundle.method is Method.KEY:
         return _verify_key(bundle, kind, signers, subject, files)
     if bundle.method is Method.CERTIFICATE:
-        return _verify_certificate(bundle, kind, signers, now, subject, files)
+        envelope = bundle.envelope
+        signed = _Signed(envelope.signature, envelope.signed, bundle.certificates, bundle.stamps)
+        subject_name, time = _verify_certificate(signed, signers, now)
+        return AcceptedSignature(kind, bundle.method, subject_name, "", time, subject, files)
     expected = [identity for identity in signers.identities if identity.issuer]
     if not expected:
         raise FormatError("it is a keyless signature, and no identity with an issuer is expected")
@@ -192,25 +213,30 @@ def _verify_key(
 
 
 def _verify_certificate(
-    bundle: Bundle,
-    kind: Format,
-    signers: Signers,
-    now: datetime,
-    subject: Digest | None,
-    files: int,
-) -> AcceptedSignature:
+    signed: _Signed, signers: Signers, now: datetime
+) -> tuple[str, datetime | None]:
+    """Return the identity of a signature with a certificate, and its time if a stamp proves it."""
     if not signers.roots:
         raise FormatError("it has a certificate, and no authority is expected")
-    leaf, subjects = verify_chain(bundle.certificates, signers.roots, now)
+    time = find_stamped_time(signed.stamps, signed.signature, signers.stamp_roots)
+    try:
+        leaf, subjects = verify_chain(signed.certificates, signers.roots, time or now)
+    except FormatError as error:
+        if not signed.stamps or time is not None:
+            raise
+        raise FormatError(
+            f"{error.message}; its time stamp is not by an expected authority, or of another "
+            "signature"
+        ) from None
     expected = [identity for identity in signers.identities if not identity.issuer]
     issuer = find_issuer(leaf)
     if not any(identity.matches(subjects, issuer) for identity in expected):
         raise FormatError(f"it is of {', '.join(subjects)[:200]}, who is not expected")
-    key, envelope = leaf.public_key(), bundle.envelope
+    key = leaf.public_key()
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
 
     if not isinstance(key, EllipticCurvePublicKey) or key.curve.key_size not in (256, 384, 521):
         raise FormatError("the key in the signer's certificate is not supported")
-    if not verifies(key, envelope.signature, envelope.signed):
+    if not verifies(key, signed.signature, signed.message, signed.hash_name):
         raise FormatError("its signature does not match")
-    return AcceptedSignature(kind, Method.CERTIFICATE, subjects[0], "", None, subject, files)
+    return subjects[0], time

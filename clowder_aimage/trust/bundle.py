@@ -15,6 +15,7 @@ from clowder_aimage.errors import FormatError
 from clowder_aimage.oci import mediatype
 from clowder_aimage.oci.manifest import encode
 from clowder_aimage.trust.dsse import Envelope, encode_base64, read_base64, read_object
+from clowder_aimage.trust.timestamp import MAX_STAMPS
 
 MEDIA_TYPE = mediatype.SIGSTORE_BUNDLE
 _MEDIA_TYPES = (MEDIA_TYPE, "application/vnd.dev.sigstore.bundle+json;version=0.3")
@@ -36,12 +37,16 @@ class Method(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """A parsed bundle; ``certificates`` are DER, the signer's first. Nothing is verified yet."""
+    """A parsed bundle. Nothing is verified yet.
+
+    ``certificates`` are DER, the signer's first, and ``stamps`` are time stamps of the signature.
+    """
 
     raw: bytes
     method: Method
     envelope: Envelope
     certificates: tuple[bytes, ...] = ()
+    stamps: tuple[bytes, ...] = ()
 
     @classmethod
     def parse(cls, raw: bytes) -> Bundle:
@@ -59,7 +64,7 @@ class Bundle:
         envelope = Envelope.parse(document["dsseEnvelope"])
         material = read_object(document.get("verificationMaterial"), "verificationMaterial")
         method, certificates = _parse_material(material)
-        return cls(raw, method, envelope, certificates)
+        return cls(raw, method, envelope, certificates, _parse_stamps(material))
 
 
 def _parse_material(material: Mapping[str, Any]) -> tuple[Method, tuple[bytes, ...]]:
@@ -85,15 +90,33 @@ def _parse_material(material: Mapping[str, Any]) -> tuple[Method, tuple[bytes, .
     )
 
 
+def _parse_stamps(material: Mapping[str, Any]) -> tuple[bytes, ...]:
+    value = material.get("timestampVerificationData")
+    data = {} if value is None else read_object(value, "timestampVerificationData")
+    entries = data.get("rfc3161Timestamps", [])
+    if not isinstance(entries, list) or len(entries) > MAX_STAMPS:
+        raise FormatError(f"a signature bundle must have at most {MAX_STAMPS} time stamps")
+    return tuple(
+        read_base64(read_object(entry, "a time stamp").get("signedTimestamp"), "signedTimestamp")
+        for entry in entries
+    )
+
+
 def build_key_bundle(envelope: Envelope, hint: str) -> bytes:
     """Return the bundle of a signature by a key; ``hint`` lets readers find it."""
     return _build(envelope, {"publicKey": {"hint": hint}})
 
 
-def build_certificate_bundle(envelope: Envelope, certificates: tuple[bytes, ...]) -> bytes:
+def build_certificate_bundle(
+    envelope: Envelope, certificates: tuple[bytes, ...], stamps: tuple[bytes, ...] = ()
+) -> bytes:
     """Return the bundle of a signature with a certificate chain, the signer's first."""
     chain = [{"rawBytes": encode_base64(certificate)} for certificate in certificates]
-    return _build(envelope, {"x509CertificateChain": {"certificates": chain}})
+    material: dict[str, Any] = {"x509CertificateChain": {"certificates": chain}}
+    if stamps:
+        entries = [{"signedTimestamp": encode_base64(stamp)} for stamp in stamps]
+        material["timestampVerificationData"] = {"rfc3161Timestamps": entries}
+    return _build(envelope, material)
 
 
 def _build(envelope: Envelope, material: dict[str, Any]) -> bytes:

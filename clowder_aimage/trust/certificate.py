@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -9,6 +10,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from clowder_aimage.errors import FormatError, UsageError, needs
+from clowder_aimage.trust.key import PublicKey
 
 if TYPE_CHECKING:
     from cryptography.x509 import Certificate
@@ -47,6 +49,22 @@ def parse_certificates(data: bytes, name: str) -> tuple[bytes, ...]:
     except (ValueError, x509.InvalidVersion) as error:
         raise UsageError(f"{name} has no certificate in PEM: {error}") from None
     return tuple(certificate.public_bytes(Encoding.DER) for certificate in certificates)
+
+
+def encode_pem(certificate: bytes) -> str:
+    """Return a certificate in DER as PEM."""
+    return ssl.DER_cert_to_PEM_cert(certificate)
+
+
+def check_key(certificate: bytes, key: PublicKey, name: str) -> None:
+    """Raise UsageError unless a certificate, in DER, is of a key."""
+    from cryptography.x509 import load_der_x509_certificate
+
+    if PublicKey.of(load_der_x509_certificate(certificate).public_key(), name) != key:
+        raise UsageError(
+            f"the first certificate in {name} is of another key",
+            hint="put the signer's certificate first, then those up to one below the root",
+        )
 
 
 def verify_chain(

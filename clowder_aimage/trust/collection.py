@@ -38,7 +38,7 @@ from clowder_aimage.trust.acceptance import (
     accept_payload,
 )
 from clowder_aimage.trust.bundle import MAX_BUNDLE, MEDIA_TYPE
-from clowder_aimage.trust.simple_signing import build_signature_tag
+from clowder_aimage.trust.simple_signing import TaggedSignature, build_signature_tag
 
 MAX_REFERRERS = 1000
 # The types of referrers that are copied with their subjects
@@ -83,20 +83,32 @@ class SignaturePlace(ABC):
 
 
 class RegistryPlace(SignaturePlace):
-    """The repository of ``reference``."""
+    """The repository of ``reference``. If its ``tags`` are known, no other one is asked for."""
 
-    def __init__(self, repository: Repository, reference: Reference) -> None:
+    def __init__(
+        self,
+        repository: Repository,
+        reference: Reference,
+        tags: Collection[str] | None = None,
+    ) -> None:
         super().__init__(repository)
-        self._repository, self._reference = repository, reference
+        self._repository, self._reference, self._tags = repository, reference, tags
 
     def list_bundles(self, subject: Digest) -> Sequence[Descriptor]:
+        carried = self.list_carried(subject)
+        return [entry for entry in carried if entry.extra.get("artifactType") == MEDIA_TYPE]
+
+    def list_carried(self, subject: Digest) -> Sequence[Descriptor]:
+        """Return the referrers that travel with a manifest. Raises AccessError, FormatError."""
         # A registry may filter wrongly: the type is compared here, after the count.
-        listed = self._repository.list_referrers(subject, limit=MAX_REFERRERS)
-        return [entry for entry in listed if entry.extra.get("artifactType") == MEDIA_TYPE]
+        listed = self._repository.list_referrers(subject, limit=MAX_REFERRERS, tags=self._tags)
+        return [entry for entry in listed if entry.extra.get("artifactType") in CARRIED]
 
     def find_tagged(self, subject: Digest) -> Descriptor | None:
         reference = self._reference
         tag = build_signature_tag(subject)
+        if self._tags is not None and tag not in self._tags:
+            return None
         try:
             return self._repository.resolve(
                 Reference(reference.registry, reference.repository, tag)
@@ -235,8 +247,8 @@ def _iter_attempts(
                 yield accept_bundle(raw, subject, signers, now, hash_files)
             except _REJECTIONS as error:
                 reasons.append(f"{entry.digest.short}: {error.message}")
-    if Format.COSIGN_TAG in signers.formats and signers.keys:
-        yield from _iter_tagged(place, subject, signers, reasons)
+    if Format.COSIGN_TAG in signers.formats and (signers.keys or signers.roots):
+        yield from _iter_tagged(place, subject, signers, now, reasons)
 
 
 def _read_bundle(place: SignaturePlace, entry: Descriptor, subject: Digest) -> bytes:
@@ -253,7 +265,7 @@ def _read_bundle(place: SignaturePlace, entry: Descriptor, subject: Digest) -> b
 
 
 def _iter_tagged(
-    place: SignaturePlace, subject: Digest, signers: Signers, reasons: list[str]
+    place: SignaturePlace, subject: Digest, signers: Signers, now: datetime, reasons: list[str]
 ) -> Iterator[AcceptedSignature]:
     content = place.find_tagged(subject)
     if content is None:
@@ -269,10 +281,10 @@ def _iter_tagged(
         if layer.media_type != simple_signing.MEDIA_TYPE:
             continue
         try:
-            signature = simple_signing.read_signature(layer)
+            tagged = TaggedSignature.parse(layer)
             if layer.size > MAX_BUNDLE:
                 raise FormatError(f"its payload has {layer.size} bytes, the limit is {MAX_BUNDLE}")
-            yield accept_payload(place.read_blob(layer), signature, subject, signers)
+            yield accept_payload(place.read_blob(layer), tagged, subject, signers, now)
         except _REJECTIONS as error:
             reasons.append(f"{layer.digest.short}: {error.message}")
 

@@ -156,48 +156,47 @@ class PolicyGate:
             self._admit(document, content.digest, None, {})
             return
         record = _read_record(store, content.digest)
-        names = set(record.get("names", ()))
-        known = (*references, *_list_names(store, content.digest))
-        names |= {build_rule_name(reference) for reference in known}
-        judged = names | ({build_rule_name(asked)} if asked else set())
-        rules = {rule.id: rule for name in judged if (rule := self._policy.find(name)) is not None}
+        known = [*references, *_list_names(store, content.digest)]
+        names = set(map(build_rule_name, known))
+        judged = sorted(names | ({build_rule_name(asked)} if asked else set()))
+        found = {rule.id: (rule, name) for name in judged if (rule := self._policy.find(name))}
         if not names and not self._is_listed(store, content):
             self._refuse_unknown(content)
         accepted: dict[str, Any] = dict(record.get("accepted", {}))
-        for rule in rules.values():
+        for rule, name in found.values():
             if rule.mode is Mode.OFF or rule.id in accepted:
                 continue
             admitted = self._admitted.get(content.digest, {}).get(rule.id)
-            accepted[rule.id] = admitted or self._decide_stored(store, rule, content.digest, record)
-        if record.get("accepted", {}) != accepted or set(record.get("names", ())) != names:
-            _write_record(
-                store,
-                content.digest,
-                record
-                | {"names": sorted(names), "accepted": accepted, "policy": self._policy.version},
+            accepted[rule.id] = admitted or self._decide_stored(
+                store, rule, content.digest, record, name
             )
         # What an index lists may have no name of its own.
         came_by = judged or self._manifests.get(content.digest, frozenset())
         self._check_licenses(_Unchecked(store), document, came_by, str(asked or content.digest))
+        _add_origins(store, content.digest, known)
+        if record.get("accepted", {}) != accepted:
+            value = record | {"accepted": accepted, "policy": self._policy.version}
+            _write_record(store, content.digest, value)
         for rule_id, evidence in accepted.items():
-            self._admit(document, content.digest, rules.get(rule_id), evidence)
+            rule, _ = found.get(rule_id, (None, ""))
+            self._admit(document, content.digest, rule, evidence)
         self._admit(document, content.digest, None, {}, came_by)
 
     def record(self, store: Source, content: Descriptor, reference: Reference) -> None:
         """Record a name of a stored manifest, and what admitted it in this process."""
         if not isinstance(store, ImageLayout):
             return
+        _add_origins(store, content.digest, [reference, *_list_names(store, content.digest)])
         record = _read_record(store, content.digest)
-        known = [reference, *_list_names(store, content.digest)]
         accepted = dict(record.get("accepted", {})) | self._admitted.get(content.digest, {})
         indexes = {entry["index"] for entry in accepted.values() if "index" in entry}
         value = {
-            "names": sorted({*record.get("names", ()), *map(build_rule_name, known)}),
             "accepted": accepted,
             "indexes": sorted(indexes.union(record.get("indexes", ()))),
             "policy": self._policy.version,
         }
-        if value != {key: record.get(key) for key in value}:
+        is_decided = value["accepted"] or value["indexes"]
+        if is_decided and value != {key: record.get(key) for key in value}:
             _write_record(store, content.digest, record | value)
         for subject in (content.digest, *map(Digest.parse, sorted(indexes))):
             with self._lock:
@@ -231,9 +230,12 @@ class PolicyGate:
             )
 
     def _decide_stored(
-        self, store: ImageLayout, rule: Rule, digest: Digest, record: dict[str, Any]
+        self, store: ImageLayout, rule: Rule, digest: Digest, record: dict[str, Any], judged: str
     ) -> dict[str, Any]:
-        """Return what admits a stored manifest: a signature in the store, or in its registry."""
+        """Return what admits a stored manifest: a signature in the store, or in its registry.
+
+        The rule is for the name ``judged``.
+        """
         # A manifest that an index lists may be admitted by the signature of that.
         subjects = [digest, *(Digest.parse(each) for each in record.get("indexes", ()))]
         failure: AImageError | None = None
@@ -245,19 +247,21 @@ class PolicyGate:
             except (SignatureError, AccessError, FormatError) as error:
                 failure = failure or error
         if not rule.signers.offline:
-            names = {*record.get("names", ()), *(x.name for x in _list_names(store, digest))}
-            for name in sorted(names):
+            for name in sorted({reference.name for reference in _list_names(store, digest)}):
                 for subject in subjects:
                     try:
                         return self._search_registry(name, rule, subject)
-                    except (AccessError, SignatureError, UsageError):
+                    except (AccessError, SignatureError) as error:
+                        # It says more than that the store has none
+                        failure = error
+                    except UsageError:
                         continue
-        return self._fail(rule, digest, failure)
+        return self._fail(rule, digest, failure, f"{judged}@{digest}")
 
     def _search_registry(self, name: str, rule: Rule, subject: Digest) -> dict[str, Any]:
         reference = Reference.parse(f"{name}@{subject}")
         if reference.registry is None:
-            raise SignatureError(f"{name} has no registry")
+            raise UsageError(f"{name} has no registry")
         with Repository(reference, self._connect()) as repository:
             place = RegistryPlace(repository.without_gate(), reference)
             return _describe(find_signature(place, subject, rule.signers, _now()))
@@ -328,14 +332,14 @@ class PolicyGate:
             return self._fail(rule, digest, error, name)
 
     def _fail(
-        self, rule: Rule, digest: Digest, failure: AImageError | None, name: str = ""
+        self, rule: Rule, digest: Digest, failure: AImageError | None, name: str
     ) -> dict[str, Any]:
         """Warn, or raise SignatureError, by the mode of the rule."""
         reason = failure.message if failure else f"{digest} has no signature"
-        message = f"{name or digest} is refused by {rule.source}, for {rule.pattern}: {reason}"
+        message = f"{name} is refused by {rule.source}, for {rule.pattern}: {reason}"
         if rule.mode is Mode.ENFORCE:
             raise SignatureError(message, remedy="trust_check")
-        self._warn((rule.id, digest), f"{name or digest} would be refused: {reason}")
+        self._warn((rule.id, digest), f"{name} would be refused: {reason}")
         return {"warned": reason}
 
     def _admit(
@@ -415,16 +419,27 @@ def _list_children(document: Manifest | Index) -> tuple[Descriptor, ...]:
 
 
 def _list_names(store: ImageLayout, digest: Digest) -> list[Reference]:
-    """Return the names of a manifest in the index of a store, by other tools too."""
-    names = []
-    for name, entry in store.iter_candidates(Reference(None, "x", None, digest)):
-        if entry.digest == digest and name:
-            try:
-                names.append(Reference.parse(name))
-            except UsageError:
-                # A name of another tool is judged as it is spelt
-                names.append(Reference(None, "unnamed"))
-    return names
+    """Return the names of a manifest in the index of a store, and those that it had or came by."""
+    candidates = store.iter_candidates(Reference(None, "x", None, digest))
+    names = {name for name, entry in candidates if entry.digest == digest and name}
+    return list(map(_parse_name, sorted(names | store.list_origins(digest))))
+
+
+def _parse_name(name: str) -> Reference:
+    try:
+        return Reference.parse(name)
+    except UsageError:
+        # Another tool's: a rule for all names decides
+        return Reference(None, "unnamed")
+
+
+def _add_origins(store: ImageLayout, digest: Digest, names: Sequence[Reference]) -> None:
+    try:
+        # Its names are durable until it loses them
+        store.add_origins(digest, map(str, names), durable=False)
+    except AccessError as error:
+        # A store that only others write has the names of its index
+        _log.debug("cannot record the names of %s: %s", digest, error)
 
 
 def _describe(accepted: Any) -> dict[str, Any]:
@@ -437,18 +452,16 @@ def _now() -> datetime:
 
 
 def _read_record(store: ImageLayout, digest: Digest) -> dict[str, Any]:
-    """Return the record of a manifest, with the demands in those of read-only stores.
+    """Return the record of a manifest, with the indexes in those of read-only stores.
 
     What admitted it counts in this store only, and, as the indexes that list it, only from a file
     that no other user may have written.
     """
-    record = MetadataFiles(store.root, RECORDS).get_protected(str(digest)) or {}
-    names, indexes = set(record.get("names", ())), set(record.get("indexes", ()))
-    for root in store.roots:
-        files = MetadataFiles(root, RECORDS)
-        names.update((files.get(str(digest)) or {}).get("names", ()))
-        indexes.update((files.get_protected(str(digest)) or {}).get("indexes", ()))
-    return record | {"names": sorted(names), "indexes": sorted(indexes)}
+    record, *lower = (
+        MetadataFiles(root, RECORDS).get_protected(str(digest)) or {} for root in store.roots
+    )
+    indexes = {index for each in (record, *lower) for index in each.get("indexes", ())}
+    return record | {"indexes": sorted(indexes)}
 
 
 def _write_record(store: ImageLayout, digest: Digest, value: dict[str, Any]) -> None:
@@ -485,8 +498,7 @@ def explain(
     """Return each name that counts for a reference, with the rule that decides about it."""
     names = {build_rule_name(reference)}
     if digest is not None:
-        names |= set(_read_record(store, digest).get("names", ()))
-        names |= {build_rule_name(name) for name in _list_names(store, digest)}
+        names |= set(map(build_rule_name, _list_names(store, digest)))
     entries = []
     for name in sorted(names):
         rule = policy.find(name)

@@ -145,7 +145,10 @@ def load_private_key(data: bytes, password: bytes | None, name: str) -> Elliptic
             f"the key in {name} is encrypted", hint="set AIMAGE_KEY_PASSWORD to its password"
         ) from None
     except (ValueError, UnsupportedAlgorithm):
-        raise UsageError(f"{name} is not a private key in PEM, or its password is wrong") from None
+        raise UsageError(
+            f"{name} is not a private key in PEM, or its password is wrong",
+            hint="it is the public part of a key" if b"PUBLIC KEY" in data else None,
+        ) from None
     if not isinstance(key, EllipticCurvePrivateKey):
         raise UsageError(
             f"the key in {name} is not supported",

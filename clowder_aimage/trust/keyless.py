@@ -10,9 +10,9 @@ from __future__ import annotations
 import base64
 import hashlib
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from clowder_aimage.document.strict_json import read_json
 from clowder_aimage.errors import (
@@ -28,6 +28,7 @@ from clowder_aimage.trust.certificate import Identity, find_issuer, list_subject
 
 if TYPE_CHECKING:
     from cryptography.x509 import Certificate
+    from sigstore.sign import SigningContext
     from sigstore.verify import Verifier
 
 _SUBJECT, _EXTRA = "a keyless signature", "trust"
@@ -38,7 +39,7 @@ class KeylessSigner(NamedTuple):
 
     subject: str
     issuer: str
-    time: datetime | None
+    time: datetime
 
 
 def verify_keyless(
@@ -72,7 +73,9 @@ def verify_keyless(
     if (payload_type, payload) != (bundle.envelope.payload_type, bundle.envelope.payload):
         raise FormatError("the keyless signature is of another payload")
     _check_entry(bundle)
-    return KeylessSigner(policy.subject, policy.issuer, _find_time(parsed))
+    # Those that were verified: the log's, by its promise, and stamps of expected authorities
+    times = [each.time for each in verifier._establish_time(parsed)]  # noqa: SLF001 - no other way
+    return KeylessSigner(policy.subject, policy.issuer, min(times))
 
 
 def _check_entry(bundle: Bundle) -> None:
@@ -98,16 +101,6 @@ def _check_entry(bundle: Bundle) -> None:
     has_signature = base64.b64encode(envelope.signature).decode() in text
     if not has_signature or not any(digest in text for digest in digests):
         raise FormatError("the log's entry is of another signature")
-
-
-def _find_time(parsed: Any) -> datetime | None:
-    """Return the time of the log's entry, which its signed promise has, or of a time stamp."""
-    entry = parsed.log_entry._inner  # noqa: SLF001 - the library has no public name for it
-    if entry.integrated_time and entry.inclusion_promise:
-        return datetime.fromtimestamp(int(entry.integrated_time), UTC)
-    stamps = parsed.verification_material.timestamp_verification_data
-    times = [stamp.tst_info.gen_time for stamp in stamps.rfc3161_timestamps] if stamps else []
-    return min(times, default=None)
 
 
 def _open_verifier(trusted_root: Path | None, *, offline: bool) -> Verifier:
@@ -147,20 +140,25 @@ class _IdentityPolicy:
         self.subject = subjects[0]
 
 
-def sign_keyless(statement: bytes, token: str | None) -> bytes:
+class Instance(NamedTuple):
+    """An instance of sigstore: the file of its addresses and that of its keys."""
+
+    signing_config: Path
+    trusted_root: Path
+
+
+def sign_keyless(statement: bytes, token: str | None, instance: Instance | None = None) -> bytes:
     """Return the bundle of a statement, signed with an identity token.
 
     The token is by default that of the environment, such as of a job of GitHub Actions. The
-    certificate and the log's entry are requested of the public instance of sigstore: the identity
-    and the digest become public.
+    certificate and the log's entry are requested of an instance of sigstore, by default of the
+    public one, where the identity and the digest become public.
 
     Raises UsageError, UnauthorizedError, NetworkError.
     """
     with needs(_SUBJECT, _EXTRA):
         from sigstore import dsse
-        from sigstore.models import ClientTrustConfig
         from sigstore.oidc import IdentityToken, detect_credential
-        from sigstore.sign import SigningContext
     try:
         token = token or detect_credential()
         if token is None:
@@ -169,7 +167,7 @@ def sign_keyless(statement: bytes, token: str | None) -> bytes:
                 hint="set SIGSTORE_ID_TOKEN, or run where the environment has one, such as a job "
                 "of GitHub Actions with the permission id-token: write",
             )
-        context = SigningContext.from_trust_config(ClientTrustConfig.production())
+        context = _open_signing_context(instance)
         with context.signer(IdentityToken(token)) as signer:
             return signer.sign_dsse(dsse.Statement(statement)).to_json().encode()
     except OSError as error:
@@ -178,3 +176,24 @@ def sign_keyless(statement: bytes, token: str | None) -> bytes:
         if isinstance(error, AImageError):
             raise
         raise UnauthorizedError(f"sigstore has refused to sign: {error}") from None
+
+
+def _open_signing_context(instance: Instance | None) -> SigningContext:
+    from sigstore.models import ClientTrustConfig, SigningConfig, TrustedRoot
+    from sigstore.sign import SigningContext
+
+    if instance is None:
+        return SigningContext.from_trust_config(ClientTrustConfig.production())
+    try:
+        config = SigningConfig.from_file(str(instance.signing_config))
+        root = TrustedRoot.from_file(str(instance.trusted_root))
+    # Files that are none raise errors of several parsers.
+    except Exception as error:
+        names = " or ".join(map(str, instance))
+        raise UsageError(f"{names} is not a file of an instance of sigstore: {error}") from None
+    return SigningContext(
+        fulcio=config.get_fulcio(),
+        rekor=config.get_tlogs()[0],
+        trusted_root=root,
+        tsa_clients=config.get_tsas(),
+    )

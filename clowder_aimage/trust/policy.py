@@ -8,6 +8,7 @@ that is unreadable, empty or contradictory is an error, so that nothing is accep
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -15,6 +16,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from ipaddress import IPv6Address
 from pathlib import Path
 from typing import Any
 
@@ -119,11 +121,16 @@ def build_rule_name(reference: Reference) -> str:
 
 
 def _normalize_host(host: str) -> str:
-    """Return the spelling of a registry's host in names: one for those that reach the same one."""
-    host = host.lower()
-    # Registries of this machine are usually asked over HTTP.
-    port = ":80" if Reference(host, "x").is_loopback else ":443"
-    host = host.removesuffix(port)
+    """Return the spelling of a registry's host in names: one for those that reach the same one.
+
+    The ports of HTTPS and HTTP are left out, whichever is used: that depends on the configuration
+    of a user, by whom no rule may be escaped.
+    """
+    host = re.sub(r":(?:80|443)$", "", host.lower())
+    if host.startswith("["):
+        with contextlib.suppress(ValueError):
+            address, _, port = host[1:].partition("]")
+            host = f"[{IPv6Address(address).compressed}]{port}"
     return "docker.io" if host in DOCKER_HUB else host
 
 
@@ -215,17 +222,27 @@ def _build_rule(path: Path, number: int, default: Mode, entry: dict[str, Any]) -
         Identity(each["subject"], each.get("issuer", "")) for each in entry.get("identities", ())
     )
     authority, root = entry.get("authority"), entry.get("trustedRoot")
+    stamps = entry.get("timestampAuthority")
     if mode is not Mode.OFF and not entry.get("keys") and not identities:
         raise UsageError(f"{source} has neither keys nor identities", remedy="trust_policy")
     if any(not each.issuer for each in identities) != (authority is not None):
         raise UsageError(
             f"{source} must have both an authority and identities without an issuer, or neither"
         )
+    if stamps is not None and authority is None:
+        raise UsageError(
+            f"{source} has a timestampAuthority without an authority",
+            hint="it is for certificates of an authority; trustedRoot has those of sigstore",
+        )
     formats = frozenset(map(Format, entry.get("formats", Format)))
-    if formats == {Format.COSIGN_TAG} and mode is not Mode.OFF and not entry.get("keys"):
-        raise UsageError(f"{source} accepts the form cosign-tag only, which needs keys")
+    has_signer = bool(entry.get("keys") or authority)
+    if formats == {Format.COSIGN_TAG} and mode is not Mode.OFF and not has_signer:
+        raise UsageError(
+            f"{source} accepts the form cosign-tag only, which needs keys or an authority"
+        )
     keys = [read(name) for name in entry.get("keys", ())]
     roots = None if authority is None else read(authority)
+    stamp_roots = None if stamps is None else read(stamps)
     trusted_root = None if root is None else path.parent / root
     signers = Signers(
         tuple(PublicKey.parse(data, name) for data, name in keys),
@@ -234,13 +251,14 @@ def _build_rule(path: Path, number: int, default: Mode, entry: dict[str, Any]) -
         trusted_root,
         bool(entry.get("offline", False)),
         formats,
+        () if stamp_roots is None else parse_certificates(*stamp_roots),
     )
-    material = [data for data, _ in keys] + ([roots[0]] if roots else [])
-    material += [] if root is None else [read(root)[0]]
+    others = (roots, None if root is None else read(root), stamp_roots)
+    material = [data for data, _ in (*keys, *filter(None, others))]
     demands = {key: value for key, value in entry.items() if key != "licenses"}
     text = json.dumps([demands, mode], sort_keys=True).encode()
     digest = hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in (text, *material)))
-    named = (*entry.get("keys", ()), *(name for name in (authority, root) if name is not None))
+    named = (*entry.get("keys", ()), *filter(None, (authority, root, stamps)))
     files = tuple(path.parent / name for name in named)
     pattern = _build_pattern(source, entry["pattern"])
     return Rule(pattern, mode, signers, source, digest.hexdigest(), files)

@@ -64,7 +64,8 @@ def _parse_subject(value: object) -> tuple[str, Mapping[str, str]]:
 
 def build_cosign_statement(digest: Digest) -> bytes:
     """Return the statement that ``cosign sign`` signs for a manifest."""
-    subject = {"digest": {digest.algorithm: digest.encoded}}
+    # The name says nothing, and sigstore's library for Python requires one
+    subject = {"name": "", "digest": {digest.algorithm: digest.encoded}}
     return build_statement(COSIGN_SIGN, subject, {})
 
 

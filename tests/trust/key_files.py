@@ -68,7 +68,7 @@ class Authority:
         return self.certificate.public_bytes(serialization.Encoding.PEM)
 
 
-def _name(text: str) -> x509.Name:
+def build_name(text: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
 
 
@@ -76,8 +76,8 @@ def create_authority(name: str = "root") -> Authority:
     key = create_key(f"{name} authority")
     certificate = (
         x509.CertificateBuilder()
-        .subject_name(_name(name))
-        .issuer_name(_name(name))
+        .subject_name(build_name(name))
+        .issuer_name(build_name(name))
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
         .not_valid_before(NOW - 400 * DAY)
@@ -115,7 +115,7 @@ def create_certificate(
 ) -> x509.Certificate:
     return (
         x509.CertificateBuilder()
-        .subject_name(_name("signer"))
+        .subject_name(build_name("intermediate" if is_authority else "signer"))
         .issuer_name(authority.certificate.subject)
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())

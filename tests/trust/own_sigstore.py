@@ -11,7 +11,7 @@ import base64
 import hashlib
 import json
 import struct
-from datetime import datetime
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 from clowder_aimage.trust.bundle import MEDIA_TYPE
 from clowder_aimage.trust.dsse import IN_TOTO, encode_pae
 from tests.trust.key_files import NOW, Authority, create_authority, create_key, encode_der
+from tests.trust.own_timestamp import OwnTimestampAuthority
 
 IDENTITY, ISSUER = "builder@example.com", "https://issuer.example.com"
 _LOG = "rekor.example.com"
@@ -49,7 +50,7 @@ class OwnSigstore:
         self.fulcio: Authority = create_authority(f"{name} fulcio")
         self._log, self._certificates = create_key(f"{name} log"), create_key(f"{name} ct")
 
-    def write_root(self, path: Path) -> Path:
+    def write_root(self, path: Path, *stamps: OwnTimestampAuthority) -> Path:
         """Write the file of trusted roots."""
         valid = {"start": "2020-01-01T00:00:00Z"}
 
@@ -78,14 +79,14 @@ class OwnSigstore:
                 }
             ],
             "ctlogs": [describe(self._certificates, "ct.example.com")],
-            "timestampAuthorities": [],
+            "timestampAuthorities": [each.describe(encode) for each in stamps],
         }
         path.write_text(json.dumps(root))
         return path
 
     def issue(
         self,
-        key: ec.EllipticCurvePrivateKey,
+        key: ec.EllipticCurvePrivateKey | x509.CertificateSigningRequest,
         identity: str = IDENTITY,
         issuer: str = ISSUER,
         time: datetime = NOW,
@@ -93,14 +94,16 @@ class OwnSigstore:
         """Return a certificate of ten minutes, with its SCT."""
         name = issuer.encode()
         usage = x509.KeyUsage(True, *[False] * 8)
+        public_key = key.public_key()
+        assert isinstance(public_key, ec.EllipticCurvePublicKey)
         builder = (
             x509.CertificateBuilder()
             .subject_name(x509.Name([]))
             .issuer_name(self.fulcio.certificate.subject)
-            .public_key(key.public_key())
+            .public_key(public_key)
             .serial_number(x509.random_serial_number())
-            .not_valid_before(time.replace(minute=0))
-            .not_valid_after(time.replace(minute=10))
+            .not_valid_before(time)
+            .not_valid_after(time + timedelta(minutes=10))
             .add_extension(usage, critical=True)
             .add_extension(
                 x509.ExtendedKeyUsage([ExtendedKeyUsageOID.CODE_SIGNING]), critical=False
@@ -114,6 +117,11 @@ class OwnSigstore:
                 x509.UnrecognizedExtension(
                     x509.ObjectIdentifier("1.3.6.1.4.1.57264.1.8"), bytes([0x0C, len(name)]) + name
                 ),
+                critical=False,
+            )
+            # As older readers expect it
+            .add_extension(
+                x509.UnrecognizedExtension(x509.ObjectIdentifier("1.3.6.1.4.1.57264.1.1"), name),
                 critical=False,
             )
         )

@@ -26,7 +26,7 @@ from clowder_aimage.trust.certificate import Identity
 from clowder_aimage.trust.dsse import IN_TOTO, Envelope, encode_pae
 from clowder_aimage.trust.oms import build_files_statement
 from clowder_aimage.trust.signer import KeySigner
-from clowder_aimage.trust.simple_signing import build_payload
+from clowder_aimage.trust.simple_signing import TaggedSignature, build_payload
 from clowder_aimage.trust.statement import build_cosign_statement, build_statement
 from tests.trust.key_files import (
     DAY,
@@ -176,26 +176,50 @@ def test_the_key_in_a_bundle_is_not_used() -> None:
     assert accept_bundle(own, SUBJECT, Signers(keys=(key,)), NOW).signer.endswith(key.fingerprint)
 
 
+def test_a_bundle_as_cosign_writes_it_counts() -> None:
+    """By a key, with the entry of a log, whose subject has no name (specs/BUNDLE_SPEC.md)."""
+    statement = json.loads(build_cosign_statement(SUBJECT))
+    del statement["subject"][0]["name"]
+    payload = json.dumps(statement).encode()
+    certificate = create_certificate(create_authority(), create_key("signer"))
+    entry = OwnSigstore().record(payload, b"signature", certificate)
+    stamps = {"rfc3161Timestamps": [{"signedTimestamp": encode(b"a stamp")}]}
+    raw = change(
+        sign_statement(payload),
+        lambda value: value["verificationMaterial"].update(
+            tlogEntries=[entry], timestampVerificationData=stamps
+        ),
+    )
+    # A key that is known needs neither of them.
+    assert accept_bundle(raw, SUBJECT, SIGNERS, NOW).time is None
+
+
 def test_a_form_that_is_not_expected_does_not_count() -> None:
     signers = Signers(keys=SIGNERS.keys, formats=frozenset({Format.OMS}))
     with pytest.raises(FormatError, match="in the form bundle are not accepted"):
         accept_bundle(GOOD, SUBJECT, signers, NOW)
 
 
+def accept_tagged(
+    payload: bytes, signature: bytes, subject: Digest = SUBJECT, signers: Signers = SIGNERS
+) -> Any:
+    return accept_payload(payload, TaggedSignature(signature), subject, signers, NOW)
+
+
 def test_an_older_signature_of_cosign_counts_for_its_digest_and_key_only() -> None:
     payload = build_payload(SUBJECT, "registry.example.com/team/x")
     signature = create_signer("signer").sign(payload, "sha256")
-    accepted = accept_payload(payload, signature, SUBJECT, SIGNERS)
+    accepted = accept_tagged(payload, signature)
     assert accepted.format is Format.COSIGN_TAG
     with pytest.raises(FormatError, match="another digest"):
-        accept_payload(payload, signature, OTHER, SIGNERS)
+        accept_tagged(payload, signature, OTHER)
     with pytest.raises(FormatError, match="none of the expected keys"):
-        accept_payload(payload, signature, SUBJECT, Signers(keys=(get_public("other"),)))
+        accept_tagged(payload, signature, SUBJECT, Signers(keys=(get_public("other"),)))
     upper = payload.replace(b"docker-manifest-digest", b"Docker-manifest-digest")
-    accept_payload(upper, create_signer("signer").sign(upper, "sha256"), SUBJECT, SIGNERS)
+    accept_tagged(upper, create_signer("signer").sign(upper, "sha256"))
     kind = payload.replace(b"cosign container image signature", b"atomic container signature")
     with pytest.raises(FormatError, match="not a signature of an image"):
-        accept_payload(kind, create_signer("signer").sign(kind, "sha256"), SUBJECT, SIGNERS)
+        accept_tagged(kind, create_signer("signer").sign(kind, "sha256"))
 
 
 # Signatures with a certificate

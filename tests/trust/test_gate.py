@@ -10,6 +10,7 @@ import io
 import json
 import os
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -35,20 +36,37 @@ from clowder_aimage.errors import (
 )
 from clowder_aimage.importer.ollama_store import adopt
 from clowder_aimage.layout import ImageLayout
+from clowder_aimage.layout.gc import Collector
 from clowder_aimage.layout.layered_store import LayeredStore
 from clowder_aimage.layout.metadata import MetadataFiles, build_file_name
 from clowder_aimage.layout.stored_aimage import lease_manifest, read_aimage, read_stored
+from clowder_aimage.load import load
 from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference, mediatype
 from clowder_aimage.oci.manifest import encode
+from clowder_aimage.pull import pull
 from clowder_aimage.push import push, transfer, transfer_tags
 from clowder_aimage.registry import ClientOptions, Repository
+from clowder_aimage.registry.session import Session
+from clowder_aimage.save import save
 from clowder_aimage.sign import sign, sign_with
 from clowder_aimage.trust.acceptance import Format
 from clowder_aimage.trust.collection import RegistryPlace
 from clowder_aimage.trust.gate import RECORDS
+from clowder_aimage.trust.signer import KeySigner
 from tests.node.nodes import TOKEN, Node
 from tests.registry_app import RegistryThread
-from tests.trust.key_files import create_authority, create_signer, get_public, write_key
+from tests.trust.key_files import (
+    DAY,
+    NOW,
+    create_authority,
+    create_certificate,
+    create_key,
+    create_signer,
+    encode_der,
+    get_public,
+    write_key,
+)
+from tests.trust.own_timestamp import OwnTimestampAuthority
 from tests.trust.place import write_policy
 
 HOST = "registry.example.com"
@@ -76,7 +94,8 @@ class Machine:
         """Store an AImage with one file under a name."""
         layer = self.push(mediatype.AIMAGE_FILE, data).to_json()
         layer["annotations"] = {mediatype.NAME: "a"}
-        config = self.push(mediatype.AIMAGE_CONFIG, b"{}")
+        # Not the empty config that signatures have
+        config = self.push(mediatype.AIMAGE_CONFIG, b"{ }")
         return self.write(name, mediatype.AIMAGE_MANIFEST, config, layer)
 
     def write(self, name: str, kind: str, config: Descriptor, *layers: Any) -> Descriptor:
@@ -100,12 +119,17 @@ class Machine:
     def read(self, name: str = NAME) -> Any:
         return read_aimage(self.store, Reference.parse(name))
 
+    def use_policy(self) -> None:
+        """Use the policy in this process from now on."""
+        gate = _CurrentGate(FILES, lambda: ClientOptions(docker_config=self.home))
+        GATES[:] = [gate.find_gate]
+
 
 @pytest.fixture
 def machine(tmp_path: Path, without_machine_policy: Path) -> Machine:
-    gate = _CurrentGate(FILES, lambda: ClientOptions(docker_config=tmp_path))
-    GATES[:] = [gate.find_gate]
-    return Machine(tmp_path, without_machine_policy)
+    machine = Machine(tmp_path, without_machine_policy)
+    machine.use_policy()
+    return machine
 
 
 @pytest.mark.parametrize("layer_type", [mediatype.SIGSTORE_BUNDLE, mediatype.SIMPLE_SIGNING])
@@ -183,6 +207,36 @@ def replace_file(path: Path, data: bytes) -> None:
     new.write_bytes(data)
     os.utime(new, ns=(before.st_atime_ns, before.st_mtime_ns))
     new.replace(path)
+
+
+def test_an_expired_certificate_counts_for_a_rule_with_an_authority_of_stamps(
+    machine: Machine,
+) -> None:
+    machine.create()
+    authority, stamps = create_authority(), OwnTimestampAuthority()
+    certificate = create_certificate(authority, create_key("expired"), days=(-30, -20))
+    for name, root in (("ca.pem", authority), ("stamps.pem", stamps.root)):
+        (machine.policy.parent / name).write_bytes(root.pem)
+    with unchecked():
+        signer = KeySigner(
+            create_key("expired"),
+            "expired",
+            (encode_der(certificate),),
+            lambda signature: stamps.stamp(signature, NOW - 25 * DAY),
+        )
+        statement = sign_with(signer, Format.BUNDLE)
+        sign(machine.store, Reference.parse(NAME), None, statement)
+    rule: dict[str, Any] = {"authority": "ca.pem", "identities": [{"subject": "signer@*"}]}
+    machine.enforce(**rule)
+    with pytest.raises(SignatureError, match="its time stamp is not by an expected authority"):
+        machine.read()
+    machine.enforce(**rule, timestampAuthority="stamps.pem")
+    machine.read()
+    # Another authority of stamps is another rule, which is decided about again.
+    other = OwnTimestampAuthority("other").root.pem
+    replace_file(machine.policy.parent / "stamps.pem", other)
+    with pytest.raises(SignatureError):
+        machine.read()
 
 
 @pytest.mark.parametrize("file", ["signer.pub", "ca.pem"])
@@ -360,14 +414,80 @@ def test_another_name_in_a_lower_store_does_not_lift_a_demand(machine: Machine) 
         with pytest.raises(SignatureError):
             read_aimage(store, mine)
     # What admitted it there does not count here.
-    record = MetadataFiles(machine.store.root, RECORDS)
-    value = record.get(str(content.digest))
-    assert value
     policy = read_policy(FILES)
     assert policy
-    record.put(str(content.digest), value | {"accepted": {policy.rules[0].id: {}}}, durable=True)
+    accepted = {"accepted": {policy.rules[0].id: {}}}
+    MetadataFiles(machine.store.root, RECORDS).put(str(content.digest), accepted, durable=True)
+    read_aimage(machine.store, mine)
     with pytest.raises(SignatureError):
         read_aimage(upper, mine)
+
+
+MINE = Reference.parse("mine:v1")
+
+
+@pytest.mark.parametrize("loss", ["removed", "moved"])
+def test_a_name_that_was_lost_before_there_was_a_policy_counts(machine: Machine, loss: str) -> None:
+    GATES.clear()
+    content = machine.create()
+    machine.store.tag(content, Reference.parse("first:v1"))
+    machine.store.tag(content, MINE)
+    if loss == "removed":
+        machine.store.untag(Reference.parse(NAME))
+    else:
+        other = machine.create("newer:v1", b"newer weights")
+        machine.store.tag(other, Reference.parse(NAME))
+    machine.store.untag(Reference.parse("first:v1"))
+    assert machine.store.list_origins(content.digest) == {f"{HOST}/team/x", "first"}
+    collect(machine)
+    machine.use_policy()
+    machine.enforce()
+    with pytest.raises(SignatureError):
+        read_aimage(machine.store, MINE)
+    if loss != "removed":
+        with pytest.raises(SignatureError):
+            machine.read()
+    # Nor in a store above it
+    upper = LayeredStore([machine.home / "upper", machine.store.root])
+    with pytest.raises(SignatureError):
+        read_aimage(upper, MINE)
+    machine.enforce(f"{HOST}/other/*")
+    read_aimage(machine.store, MINE)
+
+
+def collect(machine: Machine) -> None:
+    Collector(machine.store, grace=0).run()
+
+
+def test_the_names_of_collected_content_are_forgotten(machine: Machine) -> None:
+    GATES.clear()
+    content = machine.create()
+    machine.store.untag(Reference.parse(NAME))
+    assert machine.store.list_origins(content.digest)
+    collect(machine)
+    assert not machine.store.list_origins(content.digest)
+    # It comes again by another name.
+    machine.create("mine:v1")
+    machine.use_policy()
+    machine.enforce()
+    machine.read("mine:v1")
+
+
+def test_the_name_that_an_archive_or_ollama_gives_counts_later_too(machine: Machine) -> None:
+    GATES.clear()
+    machine.create()
+    archive = machine.home / "model.tar"
+    save(machine.store, [Reference.parse(NAME)], archive)
+    store = ImageLayout(machine.home / "loaded")
+    load(store, archive, MINE)
+    directory, adopted = machine.home / "ollama", Reference.parse("adopted:v1")
+    write_ollama_model(directory)
+    adopt(store, adopted, directory, "llama3")
+    machine.use_policy()
+    for pattern, name in ((f"{HOST}/*", MINE), ("registry.ollama.ai/library/*", adopted)):
+        machine.enforce(pattern)
+        with pytest.raises(SignatureError):
+            read_aimage(store, name)
 
 
 @pytest.mark.parametrize("by", ["group", "others", "owner"])
@@ -516,6 +636,29 @@ def test_the_signatures_of_a_manifest_are_listed_once(
         source, target = (Reference.parse(f"{host}/team/x") for host in (first, second))
         assert set(transfer_tags(source, target, options)) == {"v1", "v2"}
     assert listed == [content.digest]
+
+
+def test_a_policy_costs_three_requests_of_a_registry_with_the_referrers_api(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine.create("team/x:v1")
+    machine.sign("team/x:v1")
+    options, request = ClientOptions(docker_config=machine.home), Session.request
+    counts = [Counter[str](), Counter[str]()]
+
+    def note(self: Session, method: str, url: str, *args: Any, **values: Any) -> Any:
+        kind = url.partition("/team/x/")[2].partition("/")[0]
+        counts[is_enforced][f"{method} {kind}"] += 1
+        return request(self, method, url, *args, **values)
+
+    monkeypatch.setattr(Session, "request", note)
+    with serving_stores(machine.store) as (host,):
+        for is_enforced in (False, True):
+            if is_enforced:
+                machine.enforce(f"{host}/*", offline=False)
+            store = ImageLayout(machine.home / f"pulled-{is_enforced}")
+            pull(Reference.parse(f"{host}/team/x:v1"), store, options)
+    assert counts[1] - counts[0] == {"GET referrers": 1, "GET manifests": 1, "GET blobs": 1}
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from clowder_aimage.config import trust_policy
 from clowder_aimage.config.trust_policy import UserFiles, read_policy
 from clowder_aimage.errors import UsageError
+from tests.trust.place import Place
 
 
 def read(own: Path | None, *, is_explicit: bool = False) -> object:
@@ -82,6 +84,21 @@ def test_links_in_a_circle_are_an_error(system: Path) -> None:
     system.symlink_to(system)
     with pytest.raises(UsageError, match="cannot use the policy"):
         read(None)
+
+
+@pytest.mark.parametrize("name", ["config.json", "config.yaml"])
+def test_the_policy_of_a_user_is_followed(place: Place, name: str) -> None:
+    """By verbs that read the configuration for other settings, too."""
+    rule = {"pattern": f"{place.repository}*", "keys": [str(place.public)]}
+    path = place.empty.home / "config" / "aimage" / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"trust": {"rules": [rule]}, "run": {}}))
+    assert f"is refused by rule 1 of {path}" in place.empty("pull", place.name, code=5).err
+    place.sign()
+    place.empty("pull", place.name, "-q")
+    checked = place.empty("trust", "check", place.name, "--json").value
+    assert (checked["accepted"], checked["rules"][0]["mode"]) == (True, "enforce")
+    place.empty("validate", path)
 
 
 def test_the_first_gate_of_a_process_counts(monkeypatch: pytest.MonkeyPatch) -> None:

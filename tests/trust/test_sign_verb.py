@@ -18,14 +18,19 @@ from clowder_aimage.oci.manifest import encode
 from clowder_aimage.registry import ClientOptions, Repository
 from clowder_aimage.sign import _attach_bundle
 from clowder_aimage.trust.statement import COSIGN_SIGN, build_cosign_statement
-from tests.process import run
+from tests.lora_file import write_lora
 from tests.trust.key_files import (
+    Authority,
     create_authority,
     create_certificate,
     create_key,
     write_key,
 )
 from tests.trust.own_sigstore import IDENTITY, ISSUER, OwnSigstore
+from tests.trust.own_timestamp import OwnTimestampAuthority
+
+# Days of validity, also in years
+LONG = (-400, 4000)
 
 
 @pytest.mark.parametrize("form", ["bundle", "cosign-tag", "oms"])
@@ -124,6 +129,112 @@ def test_an_encrypted_key_needs_its_password(pushed: Any, tmp_path: Path) -> Non
     pushed("verify", pushed.name, "--signature", "--key", public)
 
 
+@pytest.fixture
+def certified(tmp_path: Path) -> Certified:
+    return Certified(tmp_path)
+
+
+class Certified:
+    """The files of a signer with a certificate below an intermediate authority."""
+
+    def __init__(self, directory: Path) -> None:
+        self.private, self.public = write_key(directory, "certified")
+        root, middle_key = create_authority(), create_key("intermediate")
+        middle = create_certificate(root, middle_key, days=LONG, is_authority=True)
+        leaf = create_certificate(Authority(middle, middle_key), create_key("certified"), days=LONG)
+        pem = serialization.Encoding.PEM
+        self.leaf, self.middle = directory / "leaf.pem", directory / "middle.pem"
+        self.chain, self.root = directory / "chain.pem", directory / "root.pem"
+        self.leaf.write_bytes(leaf.public_bytes(pem))
+        self.middle.write_bytes(middle.public_bytes(pem))
+        self.chain.write_bytes(self.leaf.read_bytes() + self.middle.read_bytes())
+        self.root.write_bytes(root.pem)
+        self.sign = ("--key", self.private, "--certificate", self.chain)
+        self.expected = ("--identity", "signer@example.com", "--authority", self.root)
+
+
+@pytest.mark.parametrize("form", ["bundle", "cosign-tag", "oms"])
+def test_a_certificate_and_a_key_elsewhere_sign_in_each_form(
+    pushed: Any, certified: Certified, form: str
+) -> None:
+    command = f"openssl dgst -sha256 -sign {certified.private}"
+    elsewhere = ("--key", certified.public, "--key-command", command)
+    chain = ("--certificate", certified.chain)
+    pushed("sign", pushed.name, *elsewhere, *chain, "--as", form, "-q")
+    check = ("verify", pushed.name, "--signature", "--json")
+    (report,) = pushed(*check, *certified.expected).value
+    (signature,) = report["signatures"]
+    assert (signature["method"], signature["format"]) == ("certificate", form)
+    # It is by a key, too, for who knows that.
+    if form == "cosign-tag":
+        pushed(*check, "--key", certified.public)
+    pushed("sign", pushed.name, *elsewhere, "--certificate", certified.root, code=2)
+
+
+def test_openssl_stamps_the_time_of_a_signature(
+    pushed: Any, certified: Certified, tmp_path: Path
+) -> None:
+    authority = OwnTimestampAuthority()
+    files = authority.write(tmp_path)
+    roots = ("--timestamp-authority", files["root"])
+    for form in ("bundle", "cosign-tag"):
+        stamp = (
+            "--timestamp-command",
+            f"openssl ts -reply -config {files['config']} -queryfile /dev/stdin",
+        )
+        pushed("sign", pushed.name, *certified.sign, *stamp, "--as", form, "-q")
+        check = ("verify", pushed.name, "--signature", "--json", "--form", form)
+        (report,) = pushed(*check, *certified.expected, *roots).value
+        assert report["signatures"][0]["time"]
+        # A time that nobody who is expected states is none.
+        (report,) = pushed(*check, *certified.expected).value
+        assert "time" not in report["signatures"][0]
+    pushed("sign", pushed.name, "--key", certified.private, *stamp, code=2)
+    pushed("verify", pushed.name, "--signature", "--key", certified.public, *roots, code=2)
+
+
+@pytest.mark.integration
+def test_model_signing_and_we_verify_certificates_of_each_other(
+    pushed: Any, certified: Certified, tmp_path: Path
+) -> None:
+    from model_signing import signing, verifying
+
+    ours, theirs, model = tmp_path / "ours.sig", tmp_path / "theirs.sig", tmp_path / "small"
+    pushed("sign", "small", *certified.sign, "--as", "oms", "-o", ours)
+    pushed("export", "small", model)
+    judge = verifying.Config().use_certificate_verifier(certificate_chain=[certified.root])
+    judge.verify(model, ours)
+    signing.Config().use_certificate_signer(
+        private_key=certified.private,
+        signing_certificate=certified.leaf,
+        certificate_chain=[certified.middle],
+    ).sign(model, theirs)
+    check = ("verify", "--directory", model, "--bundle", theirs)
+    pushed(*check, *certified.expected)
+    pushed(*check, "--identity", "other@example.com", "--authority", certified.root, code=5)
+    next(model.rglob("config.json")).write_bytes(b"{}")
+    pushed(*check, *certified.expected, code=5)
+
+
+def test_pictures_adapters_and_other_artifacts_are_signed(
+    pushed: Any, repository: str, tmp_path: Path
+) -> None:
+    private, public = write_key(tmp_path, "signer")
+    picture = tmp_path / "picture.png"
+    picture.write_bytes(b"a picture")
+    prints = pushed("attach", pushed.name, picture, "--type", mediatype.AIMAGE_PICTURE).line
+    adapter = f"{repository}:adapter"
+    pushed("create", adapter, write_lora(tmp_path / "lora.safetensors"), "-q")
+    pushed("push", adapter, "-q")
+    for name, form in (
+        (f"{repository}@{prints}", "bundle"),
+        (f"{repository}@{prints}", "cosign-tag"),
+        *((adapter, form) for form in ("bundle", "cosign-tag", "oms")),
+    ):
+        pushed("sign", name, "--key", private, "--as", form, "-q")
+        pushed("verify", name, "--signature", "--key", public, "--form", form)
+
+
 def test_signatures_travel_with_a_recursive_copy(
     pushed: Any, repository: str, tmp_path: Path
 ) -> None:
@@ -206,18 +317,3 @@ def test_model_signing_verifies_our_signatures_and_we_verify_its(
     pushed(*check, theirs, code=5)
     with pytest.raises(ValueError, match="Hash mismatch"):
         judge.verify(model, signature)
-
-
-@pytest.mark.integration
-def test_a_copy_by_skopeo_still_verifies(
-    pushed: Any, skopeo: str, repository: str, tmp_path: Path
-) -> None:
-    private, public = write_key(tmp_path, "signer")
-    pushed("sign", pushed.name, "--key", private, "--as", "cosign-tag")
-    digest = pushed("resolve", pushed.name).line
-    old = digest.replace(":", "-") + ".sig"
-    source, target = pushed.name.rpartition(":")[0], f"{repository}-copy"
-    flags = ("--src-tls-verify=false", "--dest-tls-verify=false", "-q")
-    for tag in ("v1", old):
-        run([skopeo, "copy", *flags, f"docker://{source}:{tag}", f"docker://{target}:{tag}"])
-    pushed("verify", f"{target}:v1", "--signature", "--key", public)

@@ -130,3 +130,15 @@ def test_an_artifact_that_poses_as_a_signature_opens_no_door(place: Place, tmp_p
         repository.push(posing.descriptor, build_bytes_body(posing.raw), target)
     place.enforce()
     place.empty("pull", f"{place.repository}:posing", code=5)
+
+
+def test_a_refusal_of_a_stored_model_tells_what_its_registry_has(
+    place: Place, tmp_path: Path
+) -> None:
+    attach(place, tmp_path, sign(build_cosign_statement(Digest.parse(place.digest)), "other"))
+    refused = place.here("export", place.name, "out", code=5).err
+    assert f"{place.repository}@{place.digest} is refused by rule 1" in refused
+    assert "by none of the expected keys" in refused
+    assert "not found" in place.here("trust", "check", "unknown", code=3).err
+    public = place.here("sign", place.name, "--key", place.public, code=2)
+    assert "it is the public part of a key" in public.err

@@ -46,12 +46,17 @@ def test_the_name_of_a_rule_is_the_canonical_one() -> None:
         ("Registry-1.Docker.io:443", "docker.io"),
         (f"{HOST}:443", HOST),
         (HOST.upper(), HOST),
+        # Over plain HTTP, by default or as configured
         ("localhost:80", "localhost"),
         ("127.0.0.1:80", "127.0.0.1"),
+        (f"{HOST}:80", HOST),
+        ("localhost:443", "localhost"),
+        ("[::1]:80", "[::1]"),
+        ("[0:0::0:1]:5000", "[::1]:5000"),
+        ("[2001:DB8::0:7]", "[2001:db8::7]"),
         # Other registries
-        (f"{HOST}:80", f"{HOST}:80"),
         (f"{HOST}:8443", f"{HOST}:8443"),
-        ("localhost:443", "localhost:443"),
+        (f"{HOST}:8080", f"{HOST}:8080"),
     ],
 )
 def test_the_spelling_of_a_host_makes_no_other_rule(
@@ -106,6 +111,7 @@ def test_another_key_makes_another_rule(tmp_path: Path) -> None:
         ([{"pattern": "x", **KEYS}, {"pattern": "x", "mode": "off"}], "has no effect"),
         ([{"pattern": "*", "identities": [{"subject": "a@b"}]}], "both an authority"),
         ([{"pattern": "*", "authority": "root.pem", **KEYS}], "both an authority"),
+        ([{"pattern": "*", "timestampAuthority": "root.pem", **KEYS}], "without an authority"),
         (
             [
                 {

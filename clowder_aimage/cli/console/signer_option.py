@@ -45,6 +45,13 @@ signer_options = in_section(
         help="The root certificates (PEM) of the identity, for signatures with a certificate.",
     ),
     click.option(
+        "--timestamp-authority",
+        metavar="FILE",
+        type=file_path,
+        help="The root certificates (PEM) of those who stamp times: a certificate counts after its "
+        "end if the signature was stamped before.",
+    ),
+    click.option(
         "--trusted-root",
         metavar="FILE",
         type=file_path,
@@ -70,13 +77,14 @@ def read_signers(
     identities: tuple[str, ...],
     issuer: str | None,
     authority: Path | None,
+    timestamp_authority: Path | None,
     trusted_root: Path | None,
     forms: tuple[str, ...],
     offline: bool,
 ) -> Signers:
     """Return the expected signers of the options. Raises UsageError, StoreError."""
     from clowder_aimage.trust.acceptance import Format, Signers
-    from clowder_aimage.trust.certificate import Identity, parse_certificates
+    from clowder_aimage.trust.certificate import Identity
     from clowder_aimage.trust.key import PublicKey
 
     if not keys and not identities:
@@ -91,14 +99,24 @@ def read_signers(
         )
     if not identities and (issuer or authority or trusted_root):
         raise UsageError("--issuer, --authority and --trusted-root require --identity")
+    if timestamp_authority is not None and authority is None:
+        raise UsageError("--timestamp-authority requires --authority")
     return Signers(
         tuple(PublicKey.parse(read_small(path), str(path)) for path in keys),
-        () if authority is None else parse_certificates(read_small(authority), str(authority)),
+        read_certificates(authority),
         tuple(Identity(identity, issuer or "") for identity in identities),
         trusted_root,
         offline,
         frozenset(map(Format, forms)) or frozenset(Format),
+        read_certificates(timestamp_authority),
     )
+
+
+def read_certificates(path: Path | None) -> tuple[bytes, ...]:
+    """Return the certificates of a file in DER, none without one. Raises StoreError, UsageError."""
+    from clowder_aimage.trust.certificate import parse_certificates
+
+    return () if path is None else parse_certificates(read_small(path), str(path))
 
 
 def read_small(path: Path) -> bytes:

@@ -33,10 +33,10 @@ def copy(src: str, dst: str, recursive: bool, all_tags: bool) -> None:
     """Copy SRC from its registry to the registry in DST; print its digest.
 
     The manifest is copied unchanged, and nothing is stored on this machine. Blobs that DST already
-    has are not sent; within one registry blobs are mounted.
+    has are not sent; within one registry blobs are mounted. Signatures of SRC are copied, too.
 
-    With --recursive, signatures and other artifacts that are attached to SRC are copied first, with
-    those attached to them.
+    With --recursive, all artifacts that are attached to SRC are copied first, with those attached
+    to them.
     """
     from clowder_aimage.push import transfer
 

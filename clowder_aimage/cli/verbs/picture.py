@@ -1,4 +1,4 @@
-"""``aimage picture``: what a picture says about its origin, and whether that is true."""
+"""``aimage picture``: show and verify what pictures say about their origin."""
 
 from __future__ import annotations
 

@@ -15,7 +15,12 @@ from clowder_aimage.cli.console.option import (
     verb,
 )
 from clowder_aimage.cli.console.output import print_result, remark
-from clowder_aimage.cli.console.signer_option import FORMATS, file_path, read_small
+from clowder_aimage.cli.console.signer_option import (
+    FORMATS,
+    file_path,
+    read_certificates,
+    read_small,
+)
 from clowder_aimage.errors import NotFoundError, StoreError, UsageError
 from clowder_aimage.oci import Reference
 
@@ -51,9 +56,28 @@ if TYPE_CHECKING:
     help="Add the certificates of the key (PEM), its own first, up to one below the root.",
 )
 @click.option(
+    "--timestamp-command",
+    metavar="COMMAND",
+    help="Stamp the time with this command, so that the signature counts after the end of its "
+    "certificate: it reads a request (RFC 3161) on stdin, and writes the response.",
+)
+@click.option(
     "--keyless",
     is_flag=True,
     help="Sign with an identity token instead of a key. The identity and the digest become public.",
+)
+@click.option(
+    "--signing-config",
+    metavar="FILE",
+    type=file_path,
+    help="With --keyless: the addresses of an instance of sigstore (signing_config.json), with "
+    "--trusted-root. [default: the public one]",
+)
+@click.option(
+    "--trusted-root",
+    metavar="FILE",
+    type=file_path,
+    help="With --signing-config: the keys of the instance (trusted_root.json).",
 )
 @click.option(
     "--as",
@@ -79,7 +103,10 @@ def sign(
     key: Path | None,
     key_command: str | None,
     certificate: Path | None,
+    timestamp_command: str | None,
     keyless: bool,
+    signing_config: Path | None,
+    trusted_root: Path | None,
     form: str,
     local: bool,
     file: Path | None,
@@ -96,11 +123,15 @@ def sign(
 
     kind = Format(form)
     _check(key, key_command, certificate, keyless, kind, file)
+    if timestamp_command is not None and certificate is None:
+        raise UsageError("--timestamp-command requires --certificate")
+    if bool(signing_config) != bool(trusted_root) or (signing_config and not keyless):
+        raise UsageError("--keyless, --signing-config and --trusted-root require each other")
     layout = get_settings().layout
     if keyless:
-        signer, sign_statement = None, _build_keyless()
+        signer, sign_statement = None, _build_keyless(signing_config, trusted_root)
     else:
-        signer = _read_signer(key, key_command, certificate)
+        signer = _read_signer(key, key_command, certificate, timestamp_command)
         sign_statement = sign_with(signer, kind)
     if file is not None:
         _write(file, build_files_bundle(layout, reference, sign_statement))
@@ -138,40 +169,43 @@ def _check(
         raise UsageError("--keyless cannot be combined with --as cosign-tag")
     if not keyless and key is None:
         raise UsageError("missing option --key or --keyless")
-    if certificate is not None and kind == "cosign-tag":
-        raise UsageError("--certificate cannot be combined with --as cosign-tag")
-    if certificate is not None and key_command is not None:
-        raise UsageError("--certificate cannot be combined with --key-command")
     if file is not None and kind != "oms":
         raise UsageError("--output requires --as oms")
 
 
-def _read_signer(key: Path | None, command: str | None, certificate: Path | None) -> Signer:
+def _read_signer(
+    key: Path | None, command: str | None, certificate: Path | None, stamp_command: str | None
+) -> Signer:
     import os
 
-    from clowder_aimage.trust.certificate import parse_certificates
+    from clowder_aimage.trust.certificate import check_key
     from clowder_aimage.trust.key import PublicKey, load_private_key
     from clowder_aimage.trust.signer import CommandSigner, KeySigner
+    from clowder_aimage.trust.timestamp import StampCommand
 
     assert key is not None  # noqa: S101 - as checked
-    data = read_small(key)
+    data, chain = read_small(key), read_certificates(certificate)
+    stamp = None if stamp_command is None else StampCommand(stamp_command).stamp
+    signer: Signer
     if command is not None:
-        return CommandSigner(command, PublicKey.parse(data, str(key)))
-    password = os.environ.get("AIMAGE_KEY_PASSWORD")
-    private_key = load_private_key(data, password.encode() if password else None, str(key))
-    chain = (
-        () if certificate is None else parse_certificates(read_small(certificate), str(certificate))
-    )
-    return KeySigner(private_key, str(key), chain)
+        signer = CommandSigner(command, PublicKey.parse(data, str(key)), chain, stamp)
+    else:
+        password = os.environ.get("AIMAGE_KEY_PASSWORD")
+        private_key = load_private_key(data, password.encode() if password else None, str(key))
+        signer = KeySigner(private_key, str(key), chain, stamp)
+    if chain:
+        check_key(chain[0], signer.public_key, str(certificate))
+    return signer
 
 
-def _build_keyless() -> SignStatement:
+def _build_keyless(signing_config: Path | None, trusted_root: Path | None) -> SignStatement:
     import os
 
-    from clowder_aimage.trust.keyless import sign_keyless
+    from clowder_aimage.trust.keyless import Instance, sign_keyless
 
     token = os.environ.get("SIGSTORE_ID_TOKEN", "").strip() or None
-    return lambda statement: sign_keyless(statement, token)
+    instance = Instance(signing_config, trusted_root) if signing_config and trusted_root else None
+    return lambda statement: sign_keyless(statement, token, instance)
 
 
 def _write(path: Path, data: bytes) -> None:

@@ -61,6 +61,8 @@ def check(reference: Reference) -> int:
         digest = content.digest
         gate.admit_stored(layout, content)
     except NotFoundError:
+        if connection.expand(reference).registry is None:
+            raise
         digest, failure = _check_remote(gate, connection.expand(reference), connection)
     except PolicyError as error:
         failure = error
