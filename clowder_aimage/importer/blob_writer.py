@@ -17,6 +17,7 @@ from functools import partial
 
 from clowder_aimage.content import ContentStore, Lease, build_bytes_body
 from clowder_aimage.content.buffer import CHUNK_SIZE
+from clowder_aimage.content.gate import find_gate
 from clowder_aimage.content.parallel import run_parallel
 from clowder_aimage.content.store import Ingest
 from clowder_aimage.content.verified_reader import verify
@@ -253,8 +254,11 @@ def pack(
     *,
     threads: int | None,
     on_written: OnWritten,
+    origin: Reference | None = None,
 ) -> PackedModel:
     """Store all blobs of the plan and tag the AImage as ``reference``.
+
+    ``origin`` is the name that the model came by, whose rules in a policy of signatures count too.
 
     Raises:
         ModelError, VerificationError, StoreError, NoSpaceError: As ``write_layers``; complete
@@ -268,6 +272,8 @@ def pack(
     manifest, config = dialect.write(aimage)
     lease.add(manifest.config.digest, manifest.digest)
     store.push(manifest.config, build_bytes_body(config))
+    if origin is not None and (gate := find_gate()) is not None:
+        gate.record(store, manifest.descriptor, origin)
     store.push(manifest.descriptor, build_bytes_body(manifest.raw), reference)
     return PackedModel(
         manifest.descriptor, manifest, aimage, tuple(written), plan.report, plan.left_out

@@ -7,6 +7,7 @@ rule is unchanged; then the signatures in the store are looked at again, and tho
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -15,7 +16,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from clowder_aimage.content.gate import unchecked
-from clowder_aimage.content.graph import parse_content
+from clowder_aimage.content.graph import parse_content, read_document, walk
 from clowder_aimage.content.store import Reader, Source, WrappedSource, build_bytes_body
 from clowder_aimage.content.verified_reader import read_all
 from clowder_aimage.errors import (
@@ -24,6 +25,7 @@ from clowder_aimage.errors import (
     FormatError,
     SignatureError,
     UsageError,
+    VerificationError,
 )
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.metadata import MetadataFiles
@@ -45,6 +47,8 @@ from clowder_aimage.trust.policy import Mode, Policy, Rule, build_rule_name
 RECORDS = "trust"
 # Digests of admitted content in memory, about 200 bytes each
 _MAX_ADMITTED = 500_000
+# Indexes whose manifests are in memory
+_MAX_INDEXES = 4096
 _log = logging.getLogger("aimage.trust")
 
 
@@ -61,6 +65,8 @@ class PolicyGate:
         self._admitted: dict[Digest, dict[str, dict[str, Any]]] = {}
         # The manifests among these: a manifest may also be listed as a blob.
         self._manifests: set[Digest] = set()
+        # The manifests below indexes in stores, by the index
+        self._listed: dict[Digest, frozenset[Digest]] = {}
         # The accepted signatures of manifests: their manifest and their blob
         self._documents: dict[Digest, list[tuple[Descriptor, bytes]]] = {}
         self._warned: set[tuple[str, Digest]] = set()
@@ -141,19 +147,21 @@ class PolicyGate:
             self._admit(document, content.digest, None, {})
             return
         record = _read_record(store, content.digest)
-        names = set(record.get("names", ()))
-        known = (*references, *_list_names(store, content.digest))
-        names |= {build_rule_name(reference) for reference in known}
+        parents = self._list_parents(store, content.digest)
+        names = self._collect_names(store, content.digest, record, parents)
+        names |= {build_rule_name(reference) for reference in references}
         judged = names | ({build_rule_name(asked)} if asked else set())
         rules = {rule.id: rule for name in judged if (rule := self._policy.find(name)) is not None}
-        if not names and not self._is_listed(store, content):
+        if not names and content.digest not in self._manifests:
             self._refuse_unknown(content)
         accepted: dict[str, Any] = dict(record.get("accepted", {}))
         for rule in rules.values():
             if rule.mode is Mode.OFF or rule.id in accepted:
                 continue
             admitted = self._admitted.get(content.digest, {}).get(rule.id)
-            accepted[rule.id] = admitted or self._decide_stored(store, rule, content.digest, record)
+            accepted[rule.id] = admitted or self._decide_stored(
+                store, rule, content.digest, record, parents
+            )
         if record.get("accepted", {}) != accepted or set(record.get("names", ())) != names:
             _write_record(
                 store,
@@ -170,11 +178,12 @@ class PolicyGate:
         if not isinstance(store, ImageLayout):
             return
         record = _read_record(store, content.digest)
-        known = [reference, *_list_names(store, content.digest)]
+        parents = self._list_parents(store, content.digest)
+        names = self._collect_names(store, content.digest, record, parents)
         accepted = dict(record.get("accepted", {})) | self._admitted.get(content.digest, {})
         indexes = {entry["index"] for entry in accepted.values() if "index" in entry}
         value = {
-            "names": sorted({*record.get("names", ()), *map(build_rule_name, known)}),
+            "names": sorted({*names, build_rule_name(reference)}),
             "accepted": accepted,
             "indexes": sorted(indexes.union(record.get("indexes", ()))),
             "policy": self._policy.version,
@@ -187,22 +196,58 @@ class PolicyGate:
             if documents:
                 _keep_signature(store, subject, reference, documents)
 
-    def _is_listed(self, store: ImageLayout, content: Descriptor) -> bool:
-        """Return True if an admitted index lists a manifest without a name of its own."""
-        if content.digest in self._manifests:
-            return True
-        for _, entry in store.iter_entries():
-            if entry.media_type not in mediatype.INDEXES:
-                continue
+    def _collect_names(
+        self,
+        store: ImageLayout,
+        digest: Digest,
+        record: dict[str, Any],
+        parents: Sequence[Digest],
+    ) -> set[str]:
+        """Return the names that a manifest has and had, and those of the indexes that list it.
+
+        It came with them: a name of its own does not lift their demands.
+        """
+        names = set[str](record.get("names", ()))
+        for parent in parents:
+            names.update(_read_record(store, parent).get("names", ()))
+        for each in (digest, *parents):
+            names.update(map(build_rule_name, _list_names(store, each)))
+        return names
+
+    def _list_parents(self, store: ImageLayout, digest: Digest) -> list[Digest]:
+        """Return the indexes in a store that list a manifest, at any level."""
+        indexes = {entry.digest: entry for _, entry in store.iter_indexes()}
+        return [
+            index
+            for index, entry in indexes.items()
+            if index != digest and digest in self._read_listed(store, entry)
+        ]
+
+    def _read_listed(self, store: ImageLayout, index: Descriptor) -> frozenset[Digest]:
+        """Return the manifests below an index in a store."""
+        if (listed := self._listed.get(index.digest)) is not None:
+            return listed
+        is_complete = True
+
+        def read(content: Descriptor) -> Manifest | Index | None:
+            nonlocal is_complete
+            if content.media_type not in mediatype.INDEXES:
+                return None
             try:
-                index = parse_content(read_all(_Unchecked(store).open(entry), entry), entry)
-            except (AccessError, FormatError):
-                continue
-            if any(child.digest == content.digest for child in _list_children(index)):
-                # Raises unless the index is admitted
-                self.admit_stored(store, entry)
-                return True
-        return False
+                return read_document(_Unchecked(store), content)
+            except (AccessError, FormatError, VerificationError):
+                is_complete = False
+                return None
+
+        found = set[Digest]()
+        with contextlib.suppress(FormatError):
+            found.update(node.content.digest for node in walk(read, index))
+        if is_complete:
+            with self._lock:
+                if len(self._listed) > _MAX_INDEXES:
+                    self._listed.clear()
+                self._listed[index.digest] = frozenset(found)
+        return frozenset(found)
 
     def _refuse_unknown(self, content: Descriptor) -> None:
         if self._policy.is_enforced:
@@ -213,11 +258,17 @@ class PolicyGate:
             )
 
     def _decide_stored(
-        self, store: ImageLayout, rule: Rule, digest: Digest, record: dict[str, Any]
+        self,
+        store: ImageLayout,
+        rule: Rule,
+        digest: Digest,
+        record: dict[str, Any],
+        parents: Sequence[Digest],
     ) -> dict[str, Any]:
         """Return what admits a stored manifest: a signature in the store, or in its registry."""
         # A manifest that an index lists may be admitted by the signature of that.
-        subjects = [digest, *(Digest.parse(each) for each in record.get("indexes", ()))]
+        recorded = (Digest.parse(each) for each in record.get("indexes", ()))
+        subjects = list(dict.fromkeys((digest, *parents, *recorded)))
         failure: AImageError | None = None
         for subject in subjects:
             try:
@@ -227,12 +278,14 @@ class PolicyGate:
             except (SignatureError, AccessError, FormatError) as error:
                 failure = failure or error
         if not rule.signers.offline:
-            names = {*record.get("names", ()), *(x.name for x in _list_names(store, digest))}
+            names = set[str](record.get("names", ()))
+            for each in (digest, *parents):
+                names.update(name.name for name in _list_names(store, each))
             for name in sorted(names):
                 for subject in subjects:
                     try:
                         return self._search_registry(name, rule, subject)
-                    except (AccessError, SignatureError, UsageError):
+                    except (AccessError, FormatError, SignatureError, UsageError):
                         continue
         return self._fail(rule, digest, failure)
 
@@ -243,6 +296,23 @@ class PolicyGate:
         with Repository(reference, self._connect()) as repository:
             place = RegistryPlace(repository.without_gate(), reference)
             return _describe(find_signature(place, subject, rule.signers, _now()))
+
+    def explain(
+        self, store: ImageLayout, reference: Reference, digest: Digest | None
+    ) -> list[dict[str, Any]]:
+        """Return each name that counts for a reference, with the rule that decides about it."""
+        names = {build_rule_name(reference)}
+        if digest is not None:
+            parents = self._list_parents(store, digest)
+            names |= self._collect_names(store, digest, _read_record(store, digest), parents)
+        entries = []
+        for name in sorted(names):
+            rule = self._policy.find(name)
+            entry: dict[str, Any] = {"name": name, "mode": "none"}
+            if rule is not None:
+                entry |= {"mode": rule.mode.value, "rule": rule.source, "pattern": rule.pattern}
+            entries.append(entry)
+        return entries
 
     # The decision
 
@@ -403,21 +473,3 @@ class _UncheckedPlace(StorePlace):
     def __init__(self, layout: ImageLayout) -> None:
         super().__init__(layout)
         self._source = _Unchecked(layout)
-
-
-def explain(
-    store: ImageLayout, policy: Policy, reference: Reference, digest: Digest | None
-) -> list[dict[str, Any]]:
-    """Return each name that counts for a reference, with the rule that decides about it."""
-    names = {build_rule_name(reference)}
-    if digest is not None:
-        names |= set(_read_record(store, digest).get("names", ()))
-        names |= {build_rule_name(name) for name in _list_names(store, digest)}
-    entries = []
-    for name in sorted(names):
-        rule = policy.find(name)
-        entry: dict[str, Any] = {"name": name, "mode": "none"}
-        if rule is not None:
-            entry |= {"mode": rule.mode.value, "rule": rule.source, "pattern": rule.pattern}
-        entries.append(entry)
-    return entries

@@ -22,6 +22,7 @@ from clowder_aimage.config import trust_policy
 from clowder_aimage.config.trust_policy import UserFiles, _CurrentGate, read_policy
 from clowder_aimage.content import build_bytes_body
 from clowder_aimage.content.gate import GATES, find_gate, unchecked
+from clowder_aimage.create import create
 from clowder_aimage.dialect.modelpack import CONFIG, MANIFEST
 from clowder_aimage.engine import admission
 from clowder_aimage.engine.engine import Engine
@@ -33,6 +34,7 @@ from clowder_aimage.errors import (
     UnauthorizedError,
     UsageError,
 )
+from clowder_aimage.importer.hub_model import HubName
 from clowder_aimage.importer.ollama_store import adopt
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.layered_store import LayeredStore
@@ -526,3 +528,14 @@ def serving_stores(*stores: ImageLayout) -> Iterator[list[str]]:
     finally:
         for server in servers:
             server.close()
+
+
+def test_a_model_of_the_hub_is_judged_by_its_name_there(machine: Machine, tiny: Path) -> None:
+    """It has no signature there: who demands one signs what was packed."""
+    origin, mine = HubName("Org/Model").origin, Reference.parse("mine:v1")
+    machine.enforce("huggingface.co/org/*")
+    create(machine.store, mine, tiny, origin=origin)
+    with pytest.raises(SignatureError):
+        machine.read("mine:v1")
+    machine.sign("mine:v1")
+    machine.read("mine:v1")
