@@ -90,6 +90,20 @@ def _content_path(world: World) -> str:
     return f"/content/{url}"
 
 
+def _with(field: str) -> Body:
+    """Return a request to another model, which uses the one of the world in a field."""
+
+    def build(world: World) -> dict[str, object]:
+        body: dict[str, object] = {"model": "base", "prompt": "a", field: world.name}
+        if field == "loras":
+            body[field] = [{"model": world.name}]
+        elif field == "controlnet":
+            body["control"] = base64.b64encode(world.picture.read_bytes()).decode()
+        return body
+
+    return build
+
+
 _MESSAGES = [{"role": "user", "content": "a"}]
 _NO_TEXT = "generates pictures"
 _NO_RUN = "missing tensors"
@@ -117,6 +131,9 @@ ROUTES = [
     Route("POST /v1/images/generations", _named(prompt="a"), _NO_RUN),
     Route("POST /v1/images/edits", _form(prompt="a"), _NO_RUN),
     Route("POST /v1/images/variations", _form(), _NO_RUN),
+    Route("POST /v1/images/generations", _with("loras"), "is not an adapter"),
+    Route("POST /v1/images/generations", _with("controlnet"), "is not a ControlNet"),
+    Route("POST /v1/images/generations", _with("enhance"), "model_not_supported"),
     Route(
         "POST /v1/jobs",
         lambda world: {
