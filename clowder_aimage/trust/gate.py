@@ -13,6 +13,8 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
+from itertools import product
 from typing import Any
 
 from clowder_aimage.content.gate import unchecked
@@ -40,6 +42,7 @@ from clowder_aimage.trust.collection import (
     SignaturePlace,
     StorePlace,
     find_signature,
+    run_bounded,
 )
 from clowder_aimage.trust.policy import Mode, Policy, Rule, build_rule_name
 
@@ -281,13 +284,21 @@ class PolicyGate:
             names = set[str](record.get("names", ()))
             for each in (digest, *parents):
                 names.update(name.name for name in _list_names(store, each))
-            for name in sorted(names):
-                for subject in subjects:
-                    try:
-                        return self._search_registry(name, rule, subject)
-                    except (AccessError, FormatError, SignatureError, UsageError):
-                        continue
+            try:
+                # The deadline is that of all registries together.
+                return run_bounded(partial(self._search, names, rule, subjects), digest)
+            except SignatureError as error:
+                failure = failure or error
         return self._fail(rule, digest, failure)
+
+    def _search(
+        self, names: Iterable[str], rule: Rule, subjects: Iterable[Digest]
+    ) -> dict[str, Any]:
+        """Return what admits one of ``subjects``, in the registries of names."""
+        for name, subject in product(sorted(names), subjects):
+            with contextlib.suppress(AccessError, FormatError, SignatureError, UsageError):
+                return self._search_registry(name, rule, subject)
+        raise SignatureError("no registry has a signature of an expected signer")
 
     def _search_registry(self, name: str, rule: Rule, subject: Digest) -> dict[str, Any]:
         reference = Reference.parse(f"{name}@{subject}")

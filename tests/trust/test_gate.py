@@ -10,6 +10,7 @@ import io
 import json
 import os
 import shutil
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -45,9 +46,10 @@ from clowder_aimage.oci.manifest import encode
 from clowder_aimage.push import push, transfer, transfer_tags
 from clowder_aimage.registry import ClientOptions, Repository
 from clowder_aimage.sign import sign, sign_with
+from clowder_aimage.trust import collection
 from clowder_aimage.trust.acceptance import Format
 from clowder_aimage.trust.collection import RegistryPlace
-from clowder_aimage.trust.gate import RECORDS
+from clowder_aimage.trust.gate import RECORDS, PolicyGate
 from tests.node.nodes import TOKEN, Node
 from tests.registry_app import RegistryThread
 from tests.trust.key_files import create_authority, create_signer, get_public, write_key
@@ -539,3 +541,25 @@ def test_a_model_of_the_hub_is_judged_by_its_name_there(machine: Machine, tiny: 
         machine.read("mine:v1")
     machine.sign("mine:v1")
     machine.read("mine:v1")
+
+
+def test_all_registries_of_a_model_share_the_deadline(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = machine.create(f"{HOST}/team/x0:v1")
+    for number in range(1, 20):
+        machine.store.tag(content, Reference.parse(f"{HOST}/team/x{number}:v1"))
+    machine.enforce(offline=False)
+    searched, is_over = list[str](), threading.Event()
+
+    def wait(_: Any, name: str, *__: Any) -> Any:
+        searched.append(name)
+        is_over.wait(60)
+        raise SignatureError("it has none")
+
+    monkeypatch.setattr(PolicyGate, "_search_registry", wait)
+    monkeypatch.setattr(collection.run_bounded, "__defaults__", (0.05,))
+    with pytest.raises(SignatureError):
+        machine.read(f"{HOST}/team/x0:v1")
+    assert len(searched) == 1
+    is_over.set()
