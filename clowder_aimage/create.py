@@ -67,6 +67,7 @@ def create(
     algorithm: str = "sha256",
     provenance: Provenance | None = None,
     recipe: Recipe | None = None,
+    origin: Reference | None = None,
     threads: int | None = None,
     on_survey: OnSurvey = lambda _: None,
     on_surveyed: OnSurvey = lambda _: None,
@@ -80,7 +81,7 @@ def create(
     ``base`` is the model of an adapter or a ControlNet: an AImage in the store, its subject.
     ``like`` is one with the files that an image model in another layout lacks. If the recipe
     depends on values, ``on_survey`` is called with the number of bytes to scan before planning, and
-    ``on_surveyed`` with the bytes of each tensor.
+    ``on_surveyed`` with the bytes of each tensor. ``origin`` is as for ``pack``.
 
     Raises:
         ModelError: it is not a model that can be packed, and nothing was written; or a file changed
@@ -132,6 +133,7 @@ def create(
             threads=threads,
             on_written=on_written,
             derive=derive,
+            origin=origin,
         )
 
 

@@ -230,8 +230,12 @@ class NoSpaceError(AccessError):
 
 
 def is_passing(error: Exception) -> bool:
-    """Return True if content is missing, damaged or cannot be read: it may be repaired later."""
-    return isinstance(error, AccessError | VerificationError | OSError | MemoryError)
+    """Return True if content is missing, damaged or cannot be read: it may be repaired later.
+
+    That it has no signature may change, too.
+    """
+    passing = AccessError | VerificationError | SignatureError | OSError | MemoryError
+    return isinstance(error, passing)
 
 
 def build_extra_error(subject: str, extra: str) -> UsageError:

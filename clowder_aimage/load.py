@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -324,15 +324,20 @@ def _parse_entries(raw: bytes, archive: str) -> list[Descriptor]:
 def _choose_names(
     entries: list[Descriptor], name: Reference | None, archive: str
 ) -> dict[Reference, Descriptor]:
-    """Return the names to set: ``name``, or those of the entries. Raises ContentError."""
+    """Return the names to set: ``name``, or those of the entries. Raises ContentError.
+
+    The signatures of what gets another name follow it.
+    """
     if name is not None:
+        signatures = {moved: entry for entry in entries if (moved := _move(entry, name))}
+        entries = [entry for entry in entries if entry not in signatures.values()] or entries
         if len({entry.digest for entry in entries}) > 1:
             raise UsageError(
                 f"{archive} has {len(entries)} entries, but only one name was given: "
                 + ", ".join(map(_describe, entries[:20])),
                 remedy="load_without_as",
             )
-        return {name: entries[0]}
+        return {name: entries[0]} | signatures
     names: dict[Reference, Descriptor] = {}
     for entry in entries:
         reference = _parse_reference(entry)
@@ -346,6 +351,14 @@ def _choose_names(
             f"{archive} has no name for {', '.join(map(_describe, entries[:20]))}", remedy="load_as"
         )
     return names
+
+
+def _move(entry: Descriptor, name: Reference) -> Reference | None:
+    """Return the name of a signature in the repository of ``name``; None for other content."""
+    reference = _parse_reference(entry)
+    if reference is None or not _is_signature(reference, entry):
+        return None
+    return replace(reference, registry=name.registry, repository=name.repository)
 
 
 def _parse_reference(entry: Descriptor) -> Reference | None:

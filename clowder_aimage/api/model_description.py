@@ -18,6 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from clowder_aimage.api.model_details import ModelDetails, build_details
 from clowder_aimage.api.model_kind import EMBEDDER, PICTURES, TEXT, classify_model
+from clowder_aimage.content.gate import find_gate
 from clowder_aimage.dialect import AImage
 from clowder_aimage.dialect.packing import is_known_late
 from clowder_aimage.errors import AImageError, is_passing
@@ -76,7 +77,15 @@ class ModelDescriptions:
         self._cached: dict[Digest, ModelDescription | None] = {}
 
     def find(self, descriptor: Descriptor) -> ModelDescription | None:
-        """Return the description of a manifest; None if it is not a readable AImage."""
+        """Return the description of a manifest; None if it is not a readable AImage.
+
+        The policy of signatures is asked each time: it may have changed since it was described.
+        """
+        try:
+            if (gate := find_gate()) is not None:
+                gate.admit_stored(self._store, descriptor)
+        except AImageError:
+            return None
         digest = descriptor.digest
         if digest not in self._cached:
             description, is_final = self._read(descriptor)

@@ -180,6 +180,7 @@ def _create(
         base=base,
         provenance=provenance,
         recipe=recipe,
+        origin=None if hub_name is None else hub_name.origin,
         on_survey=counter.begin,
         on_surveyed=counter.advance,
         on_plan=lambda plan: counter.begin(plan.size),

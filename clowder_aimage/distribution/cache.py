@@ -138,7 +138,11 @@ class PullThroughCache:
             return await self._fetch_size(repository, digest)
 
     async def fetch_blob(self, repository: str, digest: Digest) -> CachedFetch | None:
-        """Return the fetch of a blob, None if it is stored. Raises as ``size``; TOOMANYREQUESTS."""
+        """Return the fetch of a blob, None if it is stored. Raises as ``size``; TOOMANYREQUESTS.
+
+        Raises DENIED, also for one that is being fetched: the policy does not accept it.
+        """
+        await run_io(self._blobs.admit, repository, digest)
         fetch = self._fetches.get(digest)
         if fetch is None and await run_locking(self._has, repository, digest):
             return None

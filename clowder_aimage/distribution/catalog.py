@@ -251,4 +251,7 @@ class Catalog:
 
     def read(self, descriptor: Descriptor) -> bytes:
         """Return the bytes of a manifest, verified. Raises NotFoundError or VerificationError."""
+        if descriptor.media_type not in mediatype.DOCUMENTS:
+            # An entry of another tool: the policy would not be asked about it.
+            raise NotFoundError(f"{descriptor.digest} is not named as a manifest")
         return read_all(self._layout.open(descriptor), descriptor)

@@ -75,13 +75,18 @@ class ServedBlobs:
 
     def serve(self, repository: str, digest: Digest) -> BinaryIO:
         """Open a blob for a client. Raises BLOB_UNKNOWN; DENIED: the policy does not accept it."""
-        gate = find_gate()
-        if gate is not None and not gate.has_admitted(digest):
-            # A manifest of the repository that is accepted admits its blobs when it is read.
-            self._catalog.admit(repository, digest)
-            if not gate.has_admitted(digest):
-                raise DistributionError("DENIED", {"digest": str(digest)})
+        self.admit(repository, digest)
         return self.open(repository, digest)
+
+    def admit(self, repository: str, digest: Digest) -> None:
+        """Raise DENIED for a blob of no manifest that the policy accepts."""
+        gate = find_gate()
+        if gate is None or gate.has_admitted(digest):
+            return
+        # A manifest of the repository that is accepted admits its blobs when it is read.
+        self._catalog.admit(repository, digest)
+        if not gate.has_admitted(digest):
+            raise DistributionError("DENIED", {"digest": str(digest)})
 
     def open(self, repository: str, digest: Digest) -> BinaryIO:
         """Open a blob. It stays readable if it is removed. Raises BLOB_UNKNOWN."""

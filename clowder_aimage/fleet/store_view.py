@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from clowder_aimage.api.model_description import ModelDescriptions
 from clowder_aimage.api.model_list import list_entries
+from clowder_aimage.content.gate import find_gate
 from clowder_aimage.engine.memory_plan import estimate_need_of_bytes
 from clowder_aimage.layout import ImageLayout
 
@@ -38,8 +39,11 @@ class StoreView:
 
     def _read(self) -> None:
         fingerprint = self.store.compute_fingerprint()
-        if fingerprint is not None and fingerprint == self._fingerprint:
-            return
+        if fingerprint is not None:
+            # Another policy of signatures is another gate.
+            fingerprint = fingerprint, find_gate()
+            if fingerprint == self._fingerprint:
+                return
         models, kinds, needs = {}, {}, {}
         is_whole = True
         for item in list_entries(self.store):

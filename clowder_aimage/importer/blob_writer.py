@@ -267,11 +267,13 @@ def pack(
     threads: int | None,
     on_written: OnWritten,
     derive: Callable[[AImage], Derivation | None] = lambda _: None,
+    origin: Reference | None = None,
 ) -> PackedModel:
     """Store all blobs of the plan and tag the AImage as ``reference``.
 
     The statement of the derivation that ``derive`` returns is attached to the AImage, whose digest
-    does not change.
+    does not change. ``origin`` is the name that the model came by, whose rules in a policy count
+    too.
 
     Raises:
         ModelError, VerificationError, StoreError, NoSpaceError: As ``write_layers``; complete
@@ -285,6 +287,8 @@ def pack(
     manifest, config = dialect.write(aimage)
     lease.add(manifest.config.digest, manifest.digest)
     store.push(manifest.config, build_bytes_body(config))
+    if origin is not None and isinstance(store, ImageLayout):
+        store.add_origins(manifest.digest, [str(origin)])
     if (derivation := derive(aimage)) is not None:
         # Before the name: a derived AImage with a name has its statement.
         keep_derivation(store, lease, manifest.descriptor, derivation)

@@ -45,7 +45,7 @@ from clowder_aimage.importer.hub_environment import (
 )
 from clowder_aimage.importer.hub_files import ChosenFiles
 from clowder_aimage.importer.model_source import ModelForm, take
-from clowder_aimage.oci import read_json
+from clowder_aimage.oci import Reference, read_json
 
 _NAME = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,94}[A-Za-z0-9_])?"
 _REVISION = r"(?:refs/(?:pr|convert)/)?[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}"
@@ -119,6 +119,12 @@ class HubName:
         if file and {"", ".", ".."} & set(file.split("/")):
             return None
         return cls(repository, parts["revision"] or parts.get("shown") or "main", file)
+
+    @property
+    def origin(self) -> Reference:
+        """The name of the repository for the rules of a policy, also from a mirror of the hub."""
+        # Names of registries have no capitals.
+        return Reference(HUB.partition("://")[2], self.repository.lower())
 
     def __str__(self) -> str:
         revision = f"@{self.revision}" if self.revision != "main" else ""

@@ -50,6 +50,11 @@ class LayeredStore(ImageLayout):
         for layout in self._read_only:
             yield from layout.iter_candidates(reference)
 
+    def iter_indexes(self) -> Iterator[tuple[str, Descriptor]]:
+        yield from super().iter_indexes()
+        for layout in self._read_only:
+            yield from layout.iter_indexes()
+
     def build_entry_readers(self) -> list[EntryReader]:
         others = (layout.build_entry_readers() for layout in self._read_only)
         return [*super().build_entry_readers(), *chain.from_iterable(others)]

@@ -138,13 +138,23 @@ class ImageLayout(ContentStore):
         return None if batch is not None and batch.is_pending else compute_fingerprint(self.roots)
 
     def resolve(self, reference: Reference, /) -> Descriptor:
-        """Return the manifest with that name or, for a digest, any entry. Raises NotFoundError."""
+        """Return the manifest with that name or, for a digest, any entry.
+
+        Raises NotFoundError, FormatError: the entry is one of another tool, and of no manifest. It
+        could be parsed as one, and the policy of signatures is asked about manifests.
+        """
         text = str(reference)
         for name, descriptor in self.iter_candidates(reference):
             if reference.digest is not None:
-                if descriptor.digest == reference.digest:
-                    return descriptor
-            elif name == text or is_same_name(name, reference):
+                is_found = descriptor.digest == reference.digest
+            else:
+                is_found = name == text or is_same_name(name, reference)
+            if is_found and descriptor.media_type not in mediatype.DOCUMENTS:
+                raise FormatError(
+                    f"{reference} is not a manifest in the store {self.root}, but "
+                    f"{descriptor.media_type[:100]}"
+                )
+            if is_found:
                 return descriptor
         raise NotFoundError(
             f"{reference} not found in the store {self.root}",
@@ -238,6 +248,13 @@ class ImageLayout(ContentStore):
         texts = list_spellings(str(reference)) if digest is None else {str(digest)}
         found = find_entries(self.root, texts, is_digest=digest is not None)
         yield from _iter_parsed(found)
+
+    def iter_indexes(self) -> Iterator[tuple[str, Descriptor]]:
+        """Yield the entries of index.json that are indexes themselves."""
+        self._check_exists()
+        # Found by a search for the texts of their types: few of 100,000 entries may be indexes.
+        found = _iter_parsed(find_entries(self.root, mediatype.INDEXES, is_digest=True))
+        yield from (pair for pair in found if pair[1].media_type in mediatype.INDEXES)
 
     def iter_malformed(self) -> Iterator[tuple[int, str]]:
         """Yield the positions of malformed entries of index.json, with their errors."""

@@ -12,7 +12,7 @@ from clowder_aimage.content.verified_reader import read_all
 from clowder_aimage.dialect import AImage, Dialect, detect
 from clowder_aimage.document.strict_json import MAX_DOCUMENT_SIZE, ParseCache
 from clowder_aimage.errors import FormatError
-from clowder_aimage.oci import Descriptor, Index, Manifest, Reference
+from clowder_aimage.oci import Descriptor, Index, Manifest, Reference, mediatype
 
 MAX_CONFIG_SIZE = MAX_DOCUMENT_SIZE
 _PARSED = ParseCache()
@@ -35,6 +35,11 @@ class StoredAImage:
 
 def read_manifest(store: Source, descriptor: Descriptor) -> Manifest:
     """Read a manifest, verified. Raises NotFoundError, ContentError."""
+    if descriptor.media_type not in mediatype.DOCUMENTS:
+        # As the type of a file it may be sent by a server, but the policy is asked about manifests.
+        raise FormatError(
+            f"{descriptor.digest} is not named as a manifest, but as {descriptor.media_type[:100]}"
+        )
     return Manifest.parse(read_all(store.open(descriptor), descriptor), descriptor.media_type)
 
 

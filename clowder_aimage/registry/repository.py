@@ -228,6 +228,9 @@ class Repository(Target, AbstractContextManager["Repository"]):
 
     def open(self, content: Descriptor, offset: int = 0, length: int | None = None, /) -> Reader:
         if content.media_type in mediatype.DOCUMENTS:
+            if content.digest in self._manifests:
+                # It may have been read without the policy, or by another one.
+                self._admit(Reference(None, self._name, None, content.digest), content)
             return io.BytesIO(self._load_manifest(content)[offset:][:length])
         if self._is_checked and (gate := find_gate()) is not None:
             gate.check_blob(self._name, content)

@@ -8,15 +8,18 @@ A licence is read in the config, each time that a process meets a manifest.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
+from itertools import product
 from typing import Any
 
 from clowder_aimage.content.gate import unchecked
-from clowder_aimage.content.graph import parse_content
+from clowder_aimage.content.graph import parse_content, read_document, walk
 from clowder_aimage.content.store import Reader, Source, WrappedSource, build_bytes_body
 from clowder_aimage.content.verified_reader import read_all
 from clowder_aimage.dialect import detect
@@ -28,6 +31,7 @@ from clowder_aimage.errors import (
     LicenseError,
     SignatureError,
     UsageError,
+    VerificationError,
 )
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.metadata import MetadataFiles
@@ -43,6 +47,7 @@ from clowder_aimage.trust.collection import (
     SignaturePlace,
     StorePlace,
     find_signature,
+    run_bounded,
 )
 from clowder_aimage.trust.policy import Mode, Policy, Rule, build_rule_name
 
@@ -50,6 +55,8 @@ from clowder_aimage.trust.policy import Mode, Policy, Rule, build_rule_name
 RECORDS = "trust"
 # Digests of admitted content in memory, about 200 bytes each
 _MAX_ADMITTED = 500_000
+# Indexes whose manifests are in memory
+_MAX_INDEXES = 4096
 _log = logging.getLogger("aimage.trust")
 
 
@@ -67,6 +74,8 @@ class PolicyGate:
         # The manifests among these, with the names that they came by: a manifest may also be
         # listed as a blob.
         self._manifests: dict[Digest, frozenset[str]] = {}
+        # The manifests below indexes in stores, by the index
+        self._listed: dict[Digest, frozenset[Digest]] = {}
         # The licences that manifests state; None for what is not an AImage
         self._licenses: dict[Digest, tuple[str, ...] | None] = {}
         # The accepted signatures of manifests: their manifest and their blob
@@ -156,11 +165,13 @@ class PolicyGate:
             self._admit(document, content.digest, None, {})
             return
         record = _read_record(store, content.digest)
-        known = [*references, *_list_names(store, content.digest)]
+        parents = self._list_parents(store, content.digest)
+        # It came with the indexes that list it: a name of its own does not lift their demands.
+        known = [*references, *_collect_names(store, content.digest, parents)]
         names = set(map(build_rule_name, known))
         judged = sorted(names | ({build_rule_name(asked)} if asked else set()))
         found = {rule.id: (rule, name) for name in judged if (rule := self._policy.find(name))}
-        if not names and not self._is_listed(store, content):
+        if not names and content.digest not in self._manifests:
             self._refuse_unknown(content)
         accepted: dict[str, Any] = dict(record.get("accepted", {}))
         for rule, name in found.values():
@@ -168,7 +179,7 @@ class PolicyGate:
                 continue
             admitted = self._admitted.get(content.digest, {}).get(rule.id)
             accepted[rule.id] = admitted or self._decide_stored(
-                store, rule, content.digest, record, name
+                store, rule, content.digest, record, parents, name
             )
         # What an index lists may have no name of its own.
         came_by = judged or self._manifests.get(content.digest, frozenset())
@@ -186,7 +197,9 @@ class PolicyGate:
         """Record a name of a stored manifest, and what admitted it in this process."""
         if not isinstance(store, ImageLayout):
             return
-        _add_origins(store, content.digest, [reference, *_list_names(store, content.digest)])
+        parents = self._list_parents(store, content.digest)
+        known = _collect_names(store, content.digest, parents)
+        _add_origins(store, content.digest, [reference, *known])
         record = _read_record(store, content.digest)
         accepted = dict(record.get("accepted", {})) | self._admitted.get(content.digest, {})
         indexes = {entry["index"] for entry in accepted.values() if "index" in entry}
@@ -204,22 +217,40 @@ class PolicyGate:
             if documents:
                 _keep_signature(store, subject, reference, documents)
 
-    def _is_listed(self, store: ImageLayout, content: Descriptor) -> bool:
-        """Return True if an admitted index lists a manifest without a name of its own."""
-        if content.digest in self._manifests:
-            return True
-        for _, entry in store.iter_entries():
-            if entry.media_type not in mediatype.INDEXES:
-                continue
+    def _list_parents(self, store: ImageLayout, digest: Digest) -> list[Digest]:
+        """Return the indexes in a store that list a manifest, at any level."""
+        indexes = {entry.digest: entry for _, entry in store.iter_indexes()}
+        return [
+            index
+            for index, entry in indexes.items()
+            if index != digest and digest in self._read_listed(store, entry)
+        ]
+
+    def _read_listed(self, store: ImageLayout, index: Descriptor) -> frozenset[Digest]:
+        """Return the manifests below an index in a store."""
+        if (listed := self._listed.get(index.digest)) is not None:
+            return listed
+        is_complete = True
+
+        def read(content: Descriptor) -> Manifest | Index | None:
+            nonlocal is_complete
+            if content.media_type not in mediatype.INDEXES:
+                return None
             try:
-                index = parse_content(read_all(_Unchecked(store).open(entry), entry), entry)
-            except (AccessError, FormatError):
-                continue
-            if any(child.digest == content.digest for child in _list_children(index)):
-                # Raises unless the index is admitted
-                self.admit_stored(store, entry)
-                return True
-        return False
+                return read_document(_Unchecked(store), content)
+            except (AccessError, FormatError, VerificationError):
+                is_complete = False
+                return None
+
+        found = set[Digest]()
+        with contextlib.suppress(FormatError):
+            found.update(node.content.digest for node in walk(read, index))
+        if is_complete:
+            with self._lock:
+                if len(self._listed) > _MAX_INDEXES:
+                    self._listed.clear()
+                self._listed[index.digest] = frozenset(found)
+        return frozenset(found)
 
     def _refuse_unknown(self, content: Descriptor) -> None:
         if self._policy.is_enforced:
@@ -230,14 +261,21 @@ class PolicyGate:
             )
 
     def _decide_stored(
-        self, store: ImageLayout, rule: Rule, digest: Digest, record: dict[str, Any], judged: str
+        self,
+        store: ImageLayout,
+        rule: Rule,
+        digest: Digest,
+        record: dict[str, Any],
+        parents: Sequence[Digest],
+        judged: str,
     ) -> dict[str, Any]:
         """Return what admits a stored manifest: a signature in the store, or in its registry.
 
         The rule is for the name ``judged``.
         """
         # A manifest that an index lists may be admitted by the signature of that.
-        subjects = [digest, *(Digest.parse(each) for each in record.get("indexes", ()))]
+        recorded = (Digest.parse(each) for each in record.get("indexes", ()))
+        subjects = list(dict.fromkeys((digest, *parents, *recorded)))
         failure: AImageError | None = None
         for subject in subjects:
             try:
@@ -246,17 +284,32 @@ class PolicyGate:
                 )
             except (SignatureError, AccessError, FormatError) as error:
                 failure = failure or error
-        if not rule.signers.offline:
-            for name in sorted({reference.name for reference in _list_names(store, digest)}):
-                for subject in subjects:
-                    try:
-                        return self._search_registry(name, rule, subject)
-                    except (AccessError, SignatureError) as error:
-                        # It says more than that the store has none
-                        failure = error
-                    except UsageError:
-                        continue
+        names = {reference.name for reference in _collect_names(store, digest, parents)}
+        if not rule.signers.offline and names:
+            try:
+                # The deadline is that of all registries together.
+                return run_bounded(partial(self._search, names, rule, subjects), digest)
+            except UsageError:
+                # No name has a registry
+                pass
+            except (AccessError, FormatError, SignatureError) as error:
+                # It says more than that the store has none
+                failure = error
         return self._fail(rule, digest, failure, f"{judged}@{digest}")
+
+    def _search(
+        self, names: Iterable[str], rule: Rule, subjects: Iterable[Digest]
+    ) -> dict[str, Any]:
+        """Return what admits one of ``subjects``, in the registries of names."""
+        failure: AImageError | None = None
+        for name, subject in product(sorted(names), subjects):
+            try:
+                return self._search_registry(name, rule, subject)
+            except (AccessError, FormatError, SignatureError) as error:
+                failure = error
+            except UsageError as error:
+                failure = failure or error
+        raise failure or UsageError("there is no registry to ask")
 
     def _search_registry(self, name: str, rule: Rule, subject: Digest) -> dict[str, Any]:
         reference = Reference.parse(f"{name}@{subject}")
@@ -265,6 +318,27 @@ class PolicyGate:
         with Repository(reference, self._connect()) as repository:
             place = RegistryPlace(repository.without_gate(), reference)
             return _describe(find_signature(place, subject, rule.signers, _now()))
+
+    def explain(
+        self, store: ImageLayout, reference: Reference, digest: Digest | None
+    ) -> list[dict[str, Any]]:
+        """Return each name that counts for a reference, with the rules that decide about it."""
+        names = {build_rule_name(reference)}
+        if digest is not None:
+            parents = self._list_parents(store, digest)
+            names |= set(map(build_rule_name, _collect_names(store, digest, parents)))
+        entries = []
+        for name in sorted(names):
+            rule = self._policy.find(name)
+            entry: dict[str, Any] = {"name": name, "mode": "none"}
+            if rule is not None:
+                entry |= {"mode": rule.mode.value, "rule": rule.source, "pattern": rule.pattern}
+            entry["licenses"] = [
+                {"mode": each.mode.value, "rule": each.terms.source, "pattern": each.pattern}
+                for each in self._policy.find_licenses(name)
+            ]
+            entries.append(entry)
+        return entries
 
     # The decision
 
@@ -425,6 +499,13 @@ def _list_names(store: ImageLayout, digest: Digest) -> list[Reference]:
     return list(map(_parse_name, sorted(names | store.list_origins(digest))))
 
 
+def _collect_names(
+    store: ImageLayout, digest: Digest, parents: Iterable[Digest]
+) -> list[Reference]:
+    """Return the names that a manifest has and had, and those of the indexes that list it."""
+    return [name for each in (digest, *parents) for name in _list_names(store, each)]
+
+
 def _parse_name(name: str) -> Reference:
     try:
         return Reference.parse(name)
@@ -490,24 +571,3 @@ class _UncheckedPlace(StorePlace):
     def __init__(self, layout: ImageLayout) -> None:
         super().__init__(layout)
         self._source = _Unchecked(layout)
-
-
-def explain(
-    store: ImageLayout, policy: Policy, reference: Reference, digest: Digest | None
-) -> list[dict[str, Any]]:
-    """Return each name that counts for a reference, with the rule that decides about it."""
-    names = {build_rule_name(reference)}
-    if digest is not None:
-        names |= set(map(build_rule_name, _list_names(store, digest)))
-    entries = []
-    for name in sorted(names):
-        rule = policy.find(name)
-        entry: dict[str, Any] = {"name": name, "mode": "none"}
-        if rule is not None:
-            entry |= {"mode": rule.mode.value, "rule": rule.source, "pattern": rule.pattern}
-        entry["licenses"] = [
-            {"mode": each.mode.value, "rule": each.terms.source, "pattern": each.pattern}
-            for each in policy.find_licenses(name)
-        ]
-        entries.append(entry)
-    return entries

@@ -17,7 +17,9 @@ from typing import Any
 from aiohttp import web
 
 from clowder_aimage.content import copy
+from clowder_aimage.errors import AImageError
 from clowder_aimage.http.access import check_scope
+from clowder_aimage.http.api_error import OCI, convert_error
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.node.peer_sharing import PeerSharing
 from clowder_aimage.node.peers import LIVE, SharingLimits
@@ -202,6 +204,8 @@ async def _errors(request: web.Request, handler: Any) -> web.StreamResponse:
     except (web.HTTPException, ConnectionError):
         raise
     except Exception as error:
+        if isinstance(error, AImageError):
+            error = convert_error(error, OCI)
         status, headers = getattr(error, "status", 500), getattr(error, "headers", None)
         return web.json_response({"error": str(error)}, status=status, headers=headers)
 

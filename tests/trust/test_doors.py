@@ -1,469 +1,354 @@
-"""The doors by which content comes in, is used and goes out: each asks the policy."""
+"""Every door against every trap: what is not signed as the policy demands does not pass.
+
+The doors are those of all verbs and all routes: a new one has to be in their tables.
+"""
 
 from __future__ import annotations
 
-import json
+import contextlib
 import re
-import sys
-import urllib.error
-import urllib.request
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import click
 import pytest
 
+from clowder_aimage.api.service import make_service
+from clowder_aimage.api.worker_role import WorkerRole
 from clowder_aimage.cli.console.option import UNCHECKED
 from clowder_aimage.cli.main import cli
 from clowder_aimage.content.gate import GATES
-from clowder_aimage.distribution.upstream import UpstreamRegistry
-from clowder_aimage.engine.model_fetch import find
-from clowder_aimage.errors import SignatureError
+from clowder_aimage.http.route import Route
 from clowder_aimage.layout import ImageLayout
-from clowder_aimage.layout.stored_aimage import read_stored
-from clowder_aimage.oci import Reference
+from clowder_aimage.node.daemon import Daemon
 from clowder_aimage.registry import ClientOptions
+from clowder_aimage.trust import collection
+from tests.api_listing import gateway_routes, worker_routes
 from tests.cli.every_verb import iter_commands
+from tests.node.node_run import _settings as read_node_settings
 from tests.process import Aimage
-from tests.registry_app import RegistryThread, registry_app
-from tests.store import copy_store
+from tests.registry_app import registry_app
+from tests.scripted import skip_waiting
+from tests.trust.door_table import (
+    NODE_ROUTES,
+    REGISTRY_ROUTES,
+    VERBS,
+    WORKER,
+    WORKER_TRIED,
+    Tried,
+    Without,
+)
+from tests.trust.doors import DOORS, Door, fetch, place, serve_registry
 from tests.trust.key_files import write_key
-from tests.trust.place import Place, write_policy
+from tests.trust.memory_registry import MemoryRegistry
+from tests.trust.traps import TRAPS, Trap, nothing
+from tests.trust.worker_doors import ROUTES
+from tests.trust.world import REGISTRY, STORE, Outcome, World
+from tests.wait import until
+from tests.worker.conftest import LocalWorker
 
-# Verbs that give out content, or use it, and how: on a name in the store, or in its registry.
-# NAME is the name, DIGEST its digest, OTHER a free name beside it, BLOB the digest of its config.
-CHECKED: dict[str, tuple[tuple[str, ...], ...]] = {
-    "adapters": (),
-    "attach": (("NAME", "--get", "-o", "out"),),
-    "batch": (),
-    "bom": (("NAME",), ("NAME", "--remote"), ("NAME", "--attach")),
-    "blob fetch": (("REPOSITORY@BLOB", "-o", "out"),),
-    "convert": (("NAME", "converted", "--dtype", "f16"),),
-    "copy": (("NAME", "OTHER"),),
-    "create": (),
-    "diff": (("NAME", "NAME"),),
-    "embed": (("NAME", "text"),),
-    "export": (("NAME", "out"),),
-    "gateway": (),
-    "load": (),
-    "manifest fetch": (("NAME",), ("REPOSITORY@DIGEST",)),
-    "manifest push": (),
-    "node": (),
-    "node status": (),
-    "picture verify": (),
-    "pull": (("NAME",), ("REPOSITORY@DIGEST",)),
-    "registry serve": (),
-    "replay": (),
-    "run": (("NAME", "a", "picture"),),
-    "save": (("NAME", "-o", "out.tar"),),
-    "serve": (),
-    "show": (("NAME",), ("NAME", "--remote")),
-    "tag": (("--remote", "NAME", "moved"),),
-    "validate": (("NAME",),),
-    "verify": (),
-}
-# Verbs without content: those of a configuration, of a worker's state, of keys, of the list of
-# names, and of a file.
-WITHOUT_CONTENT = {
-    *("completion", "config show", "doctor", "help", "index", "login", "logout", "picture show"),
-    *("ps", "stop", "version"),
-}
+# The expression of a parameter in a path
+_PARAMETER = re.compile(r":[^}]*\}")
+MakeWorld = Callable[[str], World]
+FROM_REGISTRY = [door for door in DOORS if door.reads == REGISTRY]
+# Tried again when a trap is mended
+_FEW = ("pull NAME", "manifest fetch DIGEST", "cache, blob", "export NAME out", "find")
+# Tried with each door in the fast ring
+_REPRESENTATIVE = ("unsigned", "dressed as a bundle", "renamed")
 
 
-def list_verbs() -> list[str]:
-    return [" ".join(words) for words, _ in iter_commands(cli, click.Context(cli))]
-
-
-def test_each_verb_is_in_the_table_of_doors() -> None:
-    for verb in list_verbs():
-        places = (verb in CHECKED, verb in UNCHECKED, verb in WITHOUT_CONTENT)
-        is_fleet = verb.partition(" ")[0] == "fleet"
-        assert is_fleet or sum(places) >= 1, f"{verb} is in no table of doors"
-    assert set(CHECKED) | UNCHECKED <= set(list_verbs())
-
-
-CALLS = [(verb, call) for verb, calls in CHECKED.items() for call in calls]
-
-
-def test_no_door_gives_out_what_has_no_signature(place: Place) -> None:
-    place.enforce()
-    for verb, call in CALLS:
-        # With the model in the store, and without it.
-        for aimage in (place.here, place.empty):
-            done = aimage.attempt(*verb.split(), *place.place(call))
-            refused = "is refused by rule 1" in done.err or "of no manifest that" in done.err
-            is_absent = aimage is place.empty and done.code == 3
-            assert is_absent or (done.code == 5 and refused), (verb, call, done)
-    assert not (place.here.home / "out").exists()
-    assert not list((place.empty.store / "blobs").rglob("*/*"))
-
-
-def test_a_policy_that_cannot_be_used_closes_every_door(place: Place) -> None:
-    place.sign()
-    unnamed = "rules: [{pattern: '*'}]"
-    for text in (
-        "",
-        "rules: []",
-        "{",
-        unnamed,
-        "rules: [{pattern: x, kees: []}]",
-    ):
-        place.machine.write_text(text)
-        for aimage, verb in ((place.here, "export"), (place.empty, "pull")):
-            words = (place.name, "out") if verb == "export" else (place.name,)
-            assert "policy" in aimage(verb, *words, code=2).err
-
-
-def test_what_is_signed_comes_in_and_is_used_without_its_registry(
-    place: Place, registry: Any
-) -> None:
-    place.sign()
-    place.enforce()
-    mark = registry.mark()
-    place.empty("pull", place.name, "-q")
-    counts = registry.count(mark, place.repository)
-    # A list of referrers, which this registry has under a tag, a signature, and its bundle.
-    assert counts["GET manifest"] <= 4
-    place.empty("export", place.name, "out", "-q")
-    # The signature came with it: another version of the rule looks at it again.
-    place.enforce(offline=True)
-    place.empty("export", place.name, "again", "-q")
-    place.empty("verify", place.name, "--signature", "--offline", "--key", place.public)
-    assert place.empty("trust", "check", place.name, "--json").value["accepted"] is True
-
-
-@pytest.mark.parametrize("form", ["bundle", "cosign-tag", "oms"])
-def test_signatures_of_others_do_not_open_a_door(place: Place, tmp_path: Path, form: str) -> None:
-    """Signatures of another digest, by another key, and by the key of another repository."""
-    other = write_key(tmp_path, "other")[0]
-    place.here("sign", place.name, "--key", other, "--as", form, "-q")
-    place.enforce()
-    refused = place.empty("pull", place.name, code=5)
-    assert "by none of the expected keys" in refused.err
-    place.sign("--as", form)
-    place.empty("pull", place.name, "-q")
-
-
-def test_a_form_that_the_rule_does_not_accept_does_not_open_a_door(place: Place) -> None:
-    place.sign("--as", "cosign-tag")
-    place.enforce(formats=["bundle"])
-    place.empty("pull", place.name, code=5)
-    place.enforce(formats=["bundle", "cosign-tag"])
-    place.empty("pull", place.name, "-q")
-
-
-def test_another_name_does_not_lift_a_demand(place: Place) -> None:
-    """The name of another tool, a renamed tag, and a name of the registry that is open."""
-    place.here("tag", place.name, "mine", "-q")
-    place.enforce()
-    for name in ("mine", place.name):
-        place.here("export", name, "out", code=5)
-    # The first name is removed: what it demanded is recorded.
-    place.here("tag", "mine", "again", "-q")
-    place.here("rm", place.name, "-q")
-    place.here("rm", "mine", "-q")
-    assert place.repository in place.here("export", "again", "out", code=5).err
-
-
-def test_a_name_of_another_tool_is_judged_by_it(place: Place) -> None:
-    index = place.here.store / "index.json"
-    place.enforce("protected/*")
-    text = index.read_text()
-    index.write_text(
-        text.replace('"small:latest"', '"protected/x:v1"').replace('"small"', '"protected/x:v1"')
-    )
-    place.here("export", "protected/x:v1", "out", code=5)
-
-
-def test_a_signed_index_admits_its_manifests_and_no_other(place: Place, tmp_path: Path) -> None:
-    from clowder_aimage.content import build_bytes_body
-    from clowder_aimage.layout import ImageLayout
-    from clowder_aimage.oci import Descriptor, Reference, mediatype
-    from clowder_aimage.oci.manifest import encode
-    from clowder_aimage.registry import ClientOptions, Repository
-    from clowder_aimage.sign import _attach_bundle, sign_with
-    from clowder_aimage.trust.acceptance import Format
-    from clowder_aimage.trust.statement import COSIGN_SIGN, build_cosign_statement
-    from tests.trust.key_files import create_signer
-
-    child = ImageLayout(place.here.store).resolve(Reference.parse(place.name))
-    index = encode(
-        {"schemaVersion": 2, "mediaType": mediatype.OCI_INDEX, "manifests": [child.to_json()]}
-    )
-    reference = Reference.parse(f"{place.repository}:all")
-    content = Descriptor.of(mediatype.OCI_INDEX, index)
-    with Repository(reference, ClientOptions(docker_config=tmp_path)) as repository:
-        repository.push(content, build_bytes_body(index), reference)
-        # Only the index is signed.
-        statement = build_cosign_statement(content.digest)
-        bundle = sign_with(create_signer("signer"), Format.BUNDLE)(statement)
-        _attach_bundle(repository, reference, content, bundle, COSIGN_SIGN)
-    place.enforce()
-    place.empty("pull", f"{place.repository}@{child.digest}", code=5)
-    place.empty("pull", str(reference), "-q")
-    place.empty("export", str(reference), "out", "-q")
-    # The rule changes: the signature of the index counts again.
-    place.enforce(offline=True)
-    place.empty("export", str(reference), "again", "-q")
-
-
-def test_a_warning_does_not_refuse(place: Place, caplog: pytest.LogCaptureFixture) -> None:
-    place.enforce(mode="warn")
-    place.empty("pull", place.name, "-q")
-    assert any("would be refused" in message for message in caplog.messages)
-    place.enforce(mode="enforce")
-    place.empty("export", place.name, "out", code=5)
-
-
-def test_a_policy_that_is_swapped_while_a_process_runs_counts_at_once(place: Place) -> None:
-    place.sign()
-    place.enforce()
-    place.empty("pull", place.name, "-q")
-    _, other = write_key(place.machine.parent, "other")
-    write_policy(place.machine, "*", other)
-    place.empty("export", place.name, "out", code=5)
-    assert place.empty("trust", "check", place.name, code=5).out.startswith(f"{place.name}: refus")
-
-
-def test_an_archive_brings_nothing_past_the_policy(place: Place) -> None:
-    place.here("save", place.name, "-o", place.here.home / "model.tar", "-q")
-    place.enforce()
-    archive = place.here.home / "model.tar"
-    place.empty("load", archive, code=5)
-    # The archive states the name that it has been saved under.
-    place.empty("load", archive, "--as", "renamed", code=5)
-    assert place.empty("ls", "--json").value == []
-    place.sign("--local")
-    place.here("save", place.name, "-o", archive, "-q")
-    place.enforce(offline=True)
-    place.empty("load", archive, "-q")
-    place.empty("export", place.name, "out", "-q")
-
-
-def test_a_lower_store_brings_nothing_past_the_policy(place: Place, tmp_path: Path) -> None:
-    lower = copy_store(place.here.store, tmp_path / "lower")
-    place.enforce()
-    upper = Aimage(tmp_path, tmp_path / "upper")
-    upper.environment["AIMAGE_STORE"] = f"{tmp_path / 'upper'}:{lower}"
-    upper("export", place.name, "out", code=5)
-
-
-def test_the_rules_of_a_user_do_not_lift_those_of_the_machine(place: Place) -> None:
-    place.enforce()
-    config = place.here.home / "config" / "aimage" / "config.json"
-    config.parent.mkdir(parents=True, exist_ok=True)
-    config.write_text(json.dumps({"trust": {"rules": [{"pattern": "*", "mode": "off"}]}}))
-    place.here("export", place.name, "out", code=5)
-    place.lift()
-    place.here("export", place.name, "out", "-q")
-    # A configuration that may have a policy is not left out because it is malformed.
-    config.write_text('{"trust": {')
-    place.here("export", place.name, "again", code=2)
-    config.write_text("{")
-    GATES.clear()
-    place.here("export", place.name, "again", "-q")
-
-
-def test_enforcement_costs_three_small_requests(place: Place, registry: Any) -> None:
-    place.sign()
-    counts = []
-    for policy in (False, True):
-        if policy:
-            place.enforce()
-        store = Aimage(place.here.home, place.here.home / f"store-{policy}")
-        mark = registry.mark()
-        store("pull", place.name, "-q")
-        counts.append(registry.count(mark, place.repository))
-    more = counts[1] - counts[0]
-    # The signature's manifest and its bundle. The list of referrers is one request with the API;
-    # this registry refuses that, and has the list under a tag.
-    assert more == {"GET referrer": 1, "GET manifest": 2, "GET blob": 1}
-
-
-def test_signatures_travel_with_a_copy_and_a_push(place: Place, repository: str) -> None:
-    place.sign()
-    place.sign("--as", "cosign-tag")
-    for target in (f"{repository}-copied:v1", f"{repository}-pushed:v1"):
-        if "copied" in target:
-            place.here("copy", place.name, target, "-q")
-        else:
-            place.enforce()
-            place.empty("pull", place.name, "-q")
-            place.empty("tag", place.name, target, "-q")
-            place.empty("push", target, "-q")
-            place.lift()
-        for form in ("bundle", "cosign-tag") if "copied" in target else ("bundle",):
-            place.here(*("verify", target, "--signature", "--key", place.public, "--form", form))
-
-
-# Routes
+@pytest.fixture(scope="module")
+def memory_registry() -> Iterator[MemoryRegistry]:
+    registry = MemoryRegistry()
+    with registry.running():
+        yield registry
 
 
 @pytest.fixture
-def served(place: Place) -> Any:
-    """Return a registry that serves the store of a model without a signature as ``team/x``."""
-    place.here("tag", "small", "team/x:v1", "-q")
-    server = RegistryThread(ImageLayout(place.here.store))
-    yield server.host
-    server.close()
+def make_world(
+    memory_registry: MemoryRegistry,
+    small_store: Path,
+    tmp_path: Path,
+    without_machine_policy: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[MakeWorld]:
+    skip_waiting(monkeypatch)
+    # A trap may change it
+    monkeypatch.setattr(collection.run_bounded, "__defaults__", (collection.DEADLINE,))
+
+    def make(label: str) -> World:
+        name = re.sub(r"[^a-z0-9]+", "-", label.lower())
+        store = ImageLayout(small_store)
+        return World(memory_registry, store, tmp_path, without_machine_policy, name)
+
+    yield make
+    memory_registry.reset()
 
 
-def fetch(url: str) -> tuple[int, bytes]:
-    try:
-        with urllib.request.urlopen(url, timeout=20) as answer:
-            return answer.status, answer.read()
-    except urllib.error.HTTPError as error:
-        return error.code, error.read()
+def start(world: World, door: Door, trap: Trap | None = None) -> Aimage:
+    """Return a client for a door: with an empty store, or with the model."""
+    if door.reads != STORE:
+        return world.start()
+    world.close_name()
+    world.locate(is_local=door.is_local)
+    here = world.start(has_model=True)
+    if trap is not None:
+        trap.arrange(world, here)
+    return here
 
 
-def test_a_registry_serves_what_its_policy_accepts_only(place: Place, served: str) -> None:
-    place.enforce("team/*")
-    base = f"http://{served}/v2/team/x"
-    for path in ("manifests/v1", f"manifests/{place.digest}", f"blobs/{place.config}"):
-        code, body = fetch(f"{base}/{path}")
-        assert (code, json.loads(body)["errors"][0]["code"]) == (403, "DENIED"), path
-    # Its publisher signs it in the store, or pushes it with its signature.
-    place.here("sign", "team/x:v1", "--local", "--key", place.private, "-q")
-    for path in ("manifests/v1", f"manifests/{place.digest}", f"blobs/{place.config}"):
-        assert fetch(f"{base}/{path}")[0] == 200
-    place.empty("pull", f"{served}/team/x:v1", "-q")
+def attempt(world: World, door: Door, here: Aimage) -> Outcome:
+    """Try a door in a process of its own: nothing has been accepted in it before."""
+    world.locate(is_local=door.is_local)
+    GATES.clear()
+    return door.attempt(world, here)
 
 
-def test_a_push_brings_the_signature_before_the_tag(place: Place, tmp_path: Path) -> None:
-    empty = ImageLayout(tmp_path / "registry")
-    server = RegistryThread(empty)
-    place.enforce("team/*")
-    name = f"{server.host}/team/x:v1"
-    place.here("tag", "small", name, "-q")
-    place.here("push", name, "-q")
-    assert fetch(f"http://{server.host}/v2/team/x/manifests/v1")[0] == 403
-    place.here("sign", name, "--local", "--key", place.private, "-q")
-    place.here("push", name, "-q")
-    assert fetch(f"http://{server.host}/v2/team/x/manifests/v1")[0] == 200
-    server.close()
+# The tables
 
 
-def test_a_cache_fetches_and_serves_what_its_policy_accepts_only(
-    place: Place, tmp_path: Path
-) -> None:
-    host, _, path = place.repository.partition("/")
-    connection = ClientOptions(docker_config=tmp_path)
-    upstream = UpstreamRegistry.parse(host, connection)
-    server = RegistryThread(ImageLayout(tmp_path / "cache"), upstream)
-    place.enforce()
-    base = f"http://{server.host}/v2/{path}"
-    assert fetch(f"{base}/manifests/v1")[0] == 403
-    assert fetch(f"{base}/blobs/{place.config}")[0] == 403
-    place.sign()
-    assert fetch(f"{base}/manifests/v1")[0] == 200
-    assert fetch(f"{base}/blobs/{place.config}")[0] == 200
-    server.close()
-
-
-# Routes of a worker and of a registry, by how they ask. All read a manifest of the store or of a
-# registry first: ``ImageLayout.open`` and ``Repository.resolve`` are the only ways to one.
-_USING = "chat embed embeddings generate pull push show copy".split()
-ASKING_ROUTES = {
-    *(f"POST /api/{name}" for name in _USING),
-    *(f"POST /v1/{name}" for name in "batches chat/completions completions embeddings".split()),
-    *(f"POST /v1/images/{name}" for name in "edits generations variations".split()),
-    # Models are described by their manifests; one that is refused is left out.
-    *("GET /api/tags", "GET /v1/models", "GET /v1/models/{id}", "GET /v1/adapters"),
-    *("GET /v1/referrers", "POST /v1/jobs", "POST /content/", "GET /content/{url}"),
-    *("GET /content/",),
-    *(f"{method} /v2/{{name}}/manifests/{{reference}}" for method in ("GET", "HEAD")),
-    *("GET /v2/{name}/blobs/{digest}",),
-    *(f"{method} /v2/{{name}}/referrers/{{digest}}" for method in ("GET", "HEAD")),
-}
-# They give out nothing of a model: what is written has to be read by one of the above.
-OTHER_ROUTES = {
-    *("GET /", "GET /docs", "GET /healthz", "GET /metrics", "HEAD /metrics", "GET /openapi.json"),
-    *("GET /page/{name}", "GET /readyz", "GET /api/ps", "GET /api/version", "DELETE /api/delete"),
-    *("GET /v1/batches", "GET /v1/batches/{id}", "POST /v1/batches/{id}/cancel", "GET /v1/events"),
-    *("GET /v1/files", "POST /v1/files", "GET /v1/files/{id}", "DELETE /v1/files/{id}"),
-    *("GET /v1/files/{id}/content", "GET /v1/files/pictures/{name}", "GET /v1/jobs"),
-    *("GET /v1/jobs/{id}", "DELETE /v1/jobs/{id}", "GET /v1/store", "GET /v1/worker"),
-    *("DELETE /content/{url}", "GET /v2/", "HEAD /v2/", "GET /v2/_catalog", "HEAD /v2/_catalog"),
-    *("GET /v2/{name}/tags/list", "HEAD /v2/{name}/tags/list", "HEAD /v2/{name}/blobs/{digest}"),
-    *("PUT /v2/{name}/manifests/{reference}", "DELETE /v2/{name}/manifests/{reference}"),
-    *("DELETE /v2/{name}/blobs/{digest}", "POST /v2/{name}/blobs/uploads/"),
-    *(f"{verb} /v2/{{name}}/blobs/uploads/{{upload}}" for verb in "GET PUT PATCH DELETE".split()),
-}
+def test_each_verb_is_in_the_table_of_doors() -> None:
+    verbs = {" ".join(words) for words, _ in iter_commands(cli, click.Context(cli))}
+    assert len(verbs) > 50
+    assert verbs == set(VERBS)
+    # The product leaves these verbs unasked.
+    assert {verb for verb in UNCHECKED if not isinstance(VERBS[verb], Without)} == set()
 
 
 def test_each_route_is_in_the_table_of_doors(tmp_path: Path) -> None:
-    listing = Path(__file__).parents[1] / "worker" / "api.txt"
-    routes = set(re.findall(r"(?m)^([A-Z]+ [^ :]+): scope", listing.read_text()))
-    app = registry_app(ImageLayout(tmp_path / "store"))
-    routes |= {
+    worker = {*WORKER, *WORKER_TRIED}
+    assert list_routes(worker_routes()) | list_routes(gateway_routes()) == worker
+    registry = registry_app(ImageLayout(tmp_path / "registry"))
+    served = {
         f"{route.method} {route.resource.canonical}"
-        for route in app.router.routes()
+        for route in registry.router.routes()
         if route.resource is not None
     }
-    assert len(routes) > 60
-    assert routes == ASKING_ROUTES | OTHER_ROUTES
+    assert served == set(REGISTRY_ROUTES)
+    node = list_routes(node_routes(tmp_path))
+    assert node - worker == set(NODE_ROUTES)
 
 
-def test_a_worker_finds_no_model_that_its_policy_refuses(place: Place) -> None:
-    layout, reference = ImageLayout(place.here.store), Reference.parse(place.name)
-    place.enforce()
-    with pytest.raises(SignatureError, match="is refused by rule 1"):
-        find(layout, reference)
-    # Nor by its digest alone, which has no name that a rule could be for.
-    with pytest.raises(SignatureError):
-        read_stored(layout, layout.resolve(reference))
-    place.sign("--local")
-    assert find(layout, reference).descriptor == layout.resolve(reference)
+def list_routes(routes: Iterable[Route]) -> set[str]:
+    return {f"{route.method} {_PARAMETER.sub('}', route.path)}" for route in routes}
 
 
-def test_a_policy_without_its_libraries_refuses(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    place.sign()
-    place.enforce()
-    monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.serialization", None)
-    refused = place.empty("pull", place.name, code=2)
-    assert "needs the extra [trust]" in refused.err
+def node_routes(directory: Path) -> list[Route]:
+    settings = read_node_settings()
+    service = make_service(settings, ImageLayout(directory / "node"), ClientOptions())
+    worker = WorkerRole(service, makes_pictures=False)
+    return [*Daemon(service, settings, {}).build_routes(), *worker.build_routes()]
 
 
-def test_a_registry_that_withholds_signatures_is_refused(
-    place: Place, tmp_path: Path, repository: str
-) -> None:
-    """A mirror with the model and without its signature."""
-    mirror = f"{repository}-mirror:v1"
-    place.here("copy", place.name, mirror, "-q")
-    place.sign()
-    place.enforce()
-    assert "has no signature" in place.empty("pull", mirror, code=5).err
+def test_each_door_is_tried() -> None:
+    tables = (VERBS, WORKER, REGISTRY_ROUTES, NODE_ROUTES)
+    named = {name for table in tables for tried in table.values() for name in list_doors(tried)}
+    own = {door.name for door in DOORS} | {route.route for route in ROUTES}
+    assert named | set(WORKER_TRIED) == own
+    assert len(own) == len(DOORS) + len({route.route for route in ROUTES})
 
 
-def test_a_tag_that_moves_after_the_decision_brings_nothing(place: Place, tmp_path: Path) -> None:
-    place.sign()
-    place.enforce()
-    place.empty("pull", place.name, "-q")
-    other = Aimage(tmp_path, tmp_path / "other")
-    model = tmp_path / "changed"
-    place.empty("export", place.name, model, "-q")
-    (model / "more.txt").write_text("more")
-    other("create", "changed", model, "-q")
-    other("tag", "changed", place.name, "-q")
-    other("push", place.name, "-q")
-    before = place.empty("show", place.name, "--json").value["digest"]
-    place.empty("pull", place.name, code=5)
-    assert place.empty("show", place.name, "--json").value["digest"] == before
+def list_doors(tried: Tried) -> tuple[str, ...]:
+    return () if isinstance(tried, Without) else tried
 
 
-def test_a_model_is_created_and_used_under_a_policy_for_all_names(place: Place) -> None:
-    model = place.here.home / "model"
-    place.here("export", "small", model, "-q")
-    place.enforce("*")
-    place.here("create", "mine", model, "-q")
-    place.here("export", "mine", "out", code=5)
-    place.here("sign", "mine", "--local", "--key", place.private, "-q")
-    place.here("export", "mine", "out", "-q")
-    place.here("tag", "mine", "yours", "-q")
-    place.here("show", "yours")
-    place.here("ls")
-    place.here("gc")
-    place.here("show", "yours")
-    place.here("verify", "mine")
+# The doors
+
+
+@pytest.mark.parametrize("name", _REPRESENTATIVE)
+def test_no_door_is_opened_by(name: str, make_world: MakeWorld) -> None:
+    (trap,) = (trap for trap in TRAPS if trap.name == name)
+    try_doors(trap, make_world(name))
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("trap", TRAPS, ids=lambda trap: trap.name.replace(" ", "-"))
+def test_no_door_at_all_is_opened_by(trap: Trap, make_world: MakeWorld) -> None:
+    try_doors(trap, make_world(trap.name))
+
+
+def try_doors(trap: Trap, world: World) -> None:
+    """Fail the test unless doors are closed for a trap, and open once it is mended."""
+    world.enforce()
+    trap.prepare(world)
+    world.has_signatures = not trap.is_remote
+    open_doors = list[tuple[str, Outcome]]()
+    # A refusal leaves nothing behind, so that doors share what they may read.
+    clients = dict[tuple[str, bool], Aimage]()
+    for door in DOORS:
+        if door.reads not in trap.at or (door.is_elsewhere and trap.arrange is not nothing):
+            continue
+        key = door.reads, door.is_local
+        here = (None if door.is_elsewhere else clients.get(key)) or start(world, door, trap)
+        before = world.look(here)
+        world.registry.seen.clear()
+        outcome = attempt(world, door, here)
+        is_closed = trap.refuses(outcome) and before.includes(world.look(here))
+        # Nor was anything of it fetched.
+        is_closed = is_closed and not world.list_fetched()
+        if not door.is_elsewhere:
+            clients[key] = here
+        if not is_closed:
+            open_doors.append((door.name, outcome))
+    assert not open_doors
+    if trap.mend is None:
+        return
+    world.close_name()
+    world.locate(is_local=False)
+    world.has_signatures = True
+    trap.mend(world)
+    for door in DOORS:
+        if door.name in _FEW and door.reads in trap.at:
+            outcome = attempt(world, door, start(world, door, trap))
+            assert door.passes(outcome), (door.name, outcome)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("door", DOORS, ids=lambda door: door.name.replace(" ", "-"))
+def test_a_door_opens_for_what_is_signed(door: Door, make_world: MakeWorld) -> None:
+    """It is closed again when the policy names another key, also to what came in before."""
+    world = make_world(door.name)
+    world.enforce()
+    world.attach(world.sign())
+    here = start(world, door)
+    outcome = attempt(world, door, here)
+    assert door.passes(outcome), outcome
+    world.enforce(keys=[str(write_key(world.policy.parent, "other")[1])])
+    again = start(world, door) if door.is_elsewhere else here
+    outcome = attempt(world, door, again)
+    assert outcome.is_refused, outcome
+
+
+# Routes of a worker
+
+_WORKER_TRAPS = ("unsigned", "key of another repository", "used before", "policy that is malformed")
+
+
+@pytest.mark.parametrize("name", _WORKER_TRAPS)
+def test_no_route_of_a_worker_is_opened_by(name: str, make_world: MakeWorld) -> None:
+    (trap,) = (trap for trap in TRAPS if trap.name == name)
+    world = make_world(f"worker {name}")
+    full, empty = world.start(has_model=True), world.start()
+    world.enforce()
+    trap.arrange(world, full)
+    trap.prepare(world)
+    open_routes = list[tuple[str, Outcome]]()
+    for here in (full, empty):
+        before = world.look(here)
+        with serving(world, here) as worker:
+            for route in ROUTES:
+                if route.pulls == (here is empty):
+                    outcome = route.attempt(world, worker)
+                    if not trap.refuses(outcome):
+                        open_routes.append((route.route, outcome))
+        # A copy has another name, by which it is refused, too.
+        named = world.look(here).names - before.names - {"open/copied:v1"}
+        assert not named
+    assert not open_routes
+
+
+def test_the_routes_of_a_worker_open_for_what_is_signed(make_world: MakeWorld) -> None:
+    """What was refused before is described and listed once it is signed."""
+    world = make_world("worker")
+    world.enforce()
+    full, empty = world.start(has_model=True), world.start()
+    with serving(world, full) as worker, serving(world, empty) as pulling:
+        for is_signed in (False, True):
+            if is_signed:
+                world.attach(world.sign())
+            for route in ROUTES:
+                outcome = route.attempt(world, pulling if route.pulls else worker)
+                is_right = route.passes(outcome) if is_signed else outcome.is_refused
+                assert is_right, (is_signed, route.route, outcome)
+        world.enforce(keys=[str(write_key(world.policy.parent, "other")[1])])
+        for route in ROUTES:
+            outcome = route.attempt(world, pulling if route.pulls else worker)
+            assert outcome.is_refused, (route.route, outcome)
+
+
+@contextlib.contextmanager
+def serving(world: World, here: Aimage) -> Iterator[LocalWorker]:
+    world.use_policy()
+    worker = LocalWorker(here)
+    try:
+        yield worker
+    finally:
+        worker.end()
+
+
+# What changes while something runs
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("door", FROM_REGISTRY, ids=lambda door: door.name.replace(" ", "-"))
+def test_a_tag_that_moves_brings_what_was_decided_about(door: Door, make_world: MakeWorld) -> None:
+    """The manifest that is fetched is the one whose signature was seen, whatever the tag means."""
+    world = make_world(f"moved {door.name}")
+    world.enforce()
+    world.attach(world.sign())
+    other = world.add_unsigned()
+    signed, unsigned = str(world.root.digest), str(other.digest)
+    # The first request of the tag has the signed manifest, or the other one.
+    for moves in ([signed, unsigned], [unsigned, signed]):
+        world.registry.moves = [*moves]
+        here = start(world, door)
+        outcome = attempt(world, door, here)
+        assert moves[0] == signed or outcome.is_refused or "NAME" not in door.name
+        assert not (here.store / "blobs/sha256" / other.digest.encoded).exists()
+        assert unsigned.encode() not in outcome.data
+        copied = world.registry.repositories[f"elsewhere/{world.label}"]
+        assert unsigned not in copied.documents
+
+
+@pytest.mark.parametrize("kind", ["registry", "cache"])
+def test_a_server_asks_again_for_what_it_has_served(kind: str, make_world: MakeWorld) -> None:
+    """A policy that appears while it runs holds for what is in its memory, too."""
+    world = make_world(kind)
+    world.locate(is_local=kind == "registry")
+    here = world.start(has_model=kind == "registry")
+    paths = ("manifests/v1", "manifests/DIGEST", "blobs/CONFIG", "blobs/LAYER")
+    with serve_registry(world, here.store, has_upstream=kind == "cache") as base:
+
+        def fetch_all() -> set[int]:
+            return {fetch(f"{base}/{place(world, path)}").code for path in paths}
+
+        assert fetch_all() == {-200}
+        world.enforce()
+        assert fetch_all() == {-403}
+        world.attach(world.sign())
+        if kind == "registry":
+            world.content.fill(ImageLayout(here.store), world.name)
+        assert fetch_all() == {-200}
+
+
+def test_a_cache_gives_out_no_blob_that_it_is_fetching(make_world: MakeWorld) -> None:
+    """It began to fetch it before the policy held."""
+    world = make_world("fetching")
+    here, layer = world.start(), world.layers[-1].digest
+    with serve_registry(world, here.store, has_upstream=True) as base:
+        assert fetch(f"{base}/manifests/v1").code == -200
+        world.registry.stalls.add(str(layer))
+        first = threading.Thread(target=fetch, args=(f"{base}/blobs/{layer}",))
+        first.start()
+        until(world.list_fetched)
+        world.enforce()
+        assert fetch(f"{base}/blobs/{layer}").code == -403
+        world.registry.stalls.clear()
+        world.registry.release()
+        first.join()
+
+
+def test_no_weight_is_fetched_before_the_decision(make_world: MakeWorld) -> None:
+    """Also not by a run, which loads the model while it arrives."""
+    world = make_world("arriving")
+    world.enforce()
+    world.attach(world.sign())
+    for words in (("pull", world.name), ("run", world.name, "a", "picture")):
+        world.registry.seen.clear()
+        world.start().attempt(*words)
+        order = [seen.path for seen in world.registry.seen]
+        decided = next(i for i, path in enumerate(order) if "/referrers/" in path)
+        layers = {str(child.digest) for child in world.manifest.children}
+        fetched = [i for i, path in enumerate(order) if path.rpartition("/")[2] in layers]
+        assert fetched and min(fetched) > decided

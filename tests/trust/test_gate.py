@@ -10,6 +10,7 @@ import io
 import json
 import os
 import shutil
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -23,6 +24,7 @@ from clowder_aimage.config import trust_policy
 from clowder_aimage.config.trust_policy import UserFiles, _CurrentGate, read_policy
 from clowder_aimage.content import build_bytes_body
 from clowder_aimage.content.gate import GATES, find_gate, unchecked
+from clowder_aimage.create import create
 from clowder_aimage.dialect.modelpack import CONFIG, MANIFEST
 from clowder_aimage.engine import admission
 from clowder_aimage.engine.engine import Engine
@@ -34,6 +36,7 @@ from clowder_aimage.errors import (
     UnauthorizedError,
     UsageError,
 )
+from clowder_aimage.importer.hub_model import HubName
 from clowder_aimage.importer.ollama_store import adopt
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.gc import Collector
@@ -49,9 +52,10 @@ from clowder_aimage.registry import ClientOptions, Repository
 from clowder_aimage.registry.session import Session
 from clowder_aimage.save import save
 from clowder_aimage.sign import sign, sign_with
+from clowder_aimage.trust import collection
 from clowder_aimage.trust.acceptance import Format
 from clowder_aimage.trust.collection import RegistryPlace
-from clowder_aimage.trust.gate import RECORDS
+from clowder_aimage.trust.gate import RECORDS, PolicyGate
 from clowder_aimage.trust.signer import KeySigner
 from tests.node.nodes import TOKEN, Node
 from tests.registry_app import RegistryThread
@@ -416,7 +420,7 @@ def test_another_name_in_a_lower_store_does_not_lift_a_demand(machine: Machine) 
     # What admitted it there does not count here.
     policy = read_policy(FILES)
     assert policy
-    accepted = {"accepted": {policy.rules[0].id: {}}}
+    accepted: dict[str, Any] = {"accepted": {policy.rules[0].id: {}}}
     MetadataFiles(machine.store.root, RECORDS).put(str(content.digest), accepted, durable=True)
     read_aimage(machine.store, mine)
     with pytest.raises(SignatureError):
@@ -669,3 +673,36 @@ def serving_stores(*stores: ImageLayout) -> Iterator[list[str]]:
     finally:
         for server in servers:
             server.close()
+
+
+def test_a_model_of_the_hub_is_judged_by_its_name_there(machine: Machine, tiny: Path) -> None:
+    """It has no signature there: who demands one signs what was packed."""
+    origin, mine = HubName("Org/Model").origin, Reference.parse("mine:v1")
+    machine.enforce("huggingface.co/org/*")
+    create(machine.store, mine, tiny, origin=origin)
+    with pytest.raises(SignatureError):
+        machine.read("mine:v1")
+    machine.sign("mine:v1")
+    machine.read("mine:v1")
+
+
+def test_all_registries_of_a_model_share_the_deadline(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = machine.create(f"{HOST}/team/x0:v1")
+    for number in range(1, 20):
+        machine.store.tag(content, Reference.parse(f"{HOST}/team/x{number}:v1"))
+    machine.enforce(offline=False)
+    searched, is_over = list[str](), threading.Event()
+
+    def wait(_: Any, name: str, *__: Any) -> Any:
+        searched.append(name)
+        is_over.wait(60)
+        raise SignatureError("it has none")
+
+    monkeypatch.setattr(PolicyGate, "_search_registry", wait)
+    monkeypatch.setattr(collection.run_bounded, "__defaults__", (0.05,))
+    with pytest.raises(SignatureError):
+        machine.read(f"{HOST}/team/x0:v1")
+    assert len(searched) == 1
+    is_over.set()

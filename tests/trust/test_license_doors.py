@@ -28,10 +28,33 @@ from tests.node.node_run import LocalNode
 from tests.process import Aimage
 from tests.registry_app import RegistryThread
 from tests.store import copy_store
+from tests.trust.doors import fetch
 from tests.trust.key_files import write_key
-from tests.trust.test_doors import CALLS, fetch
 from tests.worker.conftest import LocalWorker, answer_to
 
+# Verbs that read a model of the store, or of its registry.
+CALLS = (
+    ("attach", ("NAME", "--get", "-o", "out")),
+    ("bom", ("NAME",)),
+    ("bom", ("NAME", "--remote")),
+    ("bom", ("NAME", "--attach")),
+    ("blob fetch", ("REPOSITORY@BLOB", "-o", "out")),
+    ("convert", ("NAME", "converted", "--dtype", "f16")),
+    ("copy", ("NAME", "OTHER")),
+    ("diff", ("NAME", "NAME")),
+    ("embed", ("NAME", "text")),
+    ("export", ("NAME", "out")),
+    ("manifest fetch", ("NAME",)),
+    ("manifest fetch", ("REPOSITORY@DIGEST",)),
+    ("pull", ("NAME",)),
+    ("pull", ("REPOSITORY@DIGEST",)),
+    ("run", ("NAME", "a", "picture")),
+    ("save", ("NAME", "-o", "out.tar")),
+    ("show", ("NAME",)),
+    ("show", ("NAME", "--remote")),
+    ("tag", ("--remote", "NAME", "moved")),
+    ("validate", ("NAME",)),
+)
 OPEN = {"allow": ["Apache-2.0", "MIT"]}
 _BLOB = re.compile(r'"GET /v2/(\S+)/blobs/(sha256:[0-9a-f]+)')
 
@@ -204,8 +227,9 @@ def test_a_registry_and_a_cache_serve_accepted_licences_only(market: Market) -> 
     mark = market.registry.mark()
     for base in (f"http://{own.host}/v2/team/x", f"http://{cache.host}/v2/{path}"):
         for part in ("manifests/v1", f"manifests/{market.digest}", f"blobs/{market.config}"):
-            code, body = fetch(f"{base}/{part}")
-            assert (code, json.loads(body)["errors"][0]["code"]) == (403, "DENIED"), part
+            answer = fetch(f"{base}/{part}")
+            assert answer.code == -403, part
+            assert json.loads(answer.text)["errors"][0]["code"] == "DENIED", part
     # The licence of this digest is known already.
     assert market.list_fetched(mark) <= {market.config}
     own.close()

@@ -21,6 +21,7 @@ from clowder_aimage.http.route import Route, serve
 from clowder_aimage.importer import Recipe
 from clowder_aimage.importer.recipe import AUTO
 from clowder_aimage.layout.snapshot import find_descriptor
+from clowder_aimage.layout.stored_aimage import admit
 from clowder_aimage.oci import Reference
 
 
@@ -57,6 +58,7 @@ class JobRoutes:
         if is_taken or service.jobs.is_target(target):
             message = f"{target} exists already, or a job makes it; use another name, or delete it"
             raise ApiError(409, message, code="name_taken", param="target")
+        await run_io(admit, service.store, descriptor, model)
         # The name may move
         options["model"] = str(model.with_digest(descriptor.digest))
         job = service.jobs.add(body.kind, model, target, options)

@@ -124,6 +124,7 @@ def pack(reference: Reference, path: str, options: FileOptions) -> tuple[PackedM
             algorithm=options.algorithm,
             provenance=replace(provenance, source=provenance.source or origin),
             recipe=options.recipe,
+            origin=None if hub_model is None else hub_model.name.origin,
             threads=get_settings().jobs,
             **build_callbacks(progress),
         )

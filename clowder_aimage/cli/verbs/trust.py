@@ -42,7 +42,7 @@ def check(reference: Reference) -> int:
     """
     from clowder_aimage.config.trust_policy import read_policy
     from clowder_aimage.config.user_directory import get_user_files
-    from clowder_aimage.trust.gate import PolicyGate, explain
+    from clowder_aimage.trust.gate import PolicyGate
 
     policy = read_policy(get_user_files())
     if policy is None:
@@ -59,14 +59,14 @@ def check(reference: Reference) -> int:
     try:
         content = layout.resolve(reference)
         digest = content.digest
-        gate.admit_stored(layout, content)
+        gate.admit_asked(layout, content, reference)
     except NotFoundError:
         if connection.expand(reference).registry is None:
             raise
         digest, failure = _check_remote(gate, connection.expand(reference), connection)
     except PolicyError as error:
         failure = error
-    rules = explain(layout, policy, connection.expand(reference), digest)
+    rules = gate.explain(layout, connection.expand(reference), digest)
     licenses = gate.find_licenses(digest) if digest else None
     value = {
         "reference": str(reference),

@@ -56,8 +56,12 @@ def _check(target: str, schema: str) -> list[CheckedDocument]:
     if path.is_dir() and validation.is_layout(path):
         return validation.validate_layout(path)
     try:
-        return validation.validate_reference(get_settings().layout, resolve_reference(target))
-    except (NotFoundError, UsageError) as error:
+        reference = resolve_reference(target)
+    except UsageError as error:
+        raise _build_target_error(target, path, error) from None
+    try:
+        return validation.validate_reference(get_settings().layout, reference)
+    except NotFoundError as error:
         raise _build_target_error(target, path, error) from None
 
 
