@@ -131,10 +131,7 @@ def read_known(path: Path) -> set[Digest]:
         data = file.read(_MAX_LIST)
     if found := {Digest("sha256", match.decode()) for match in _DIGEST.findall(data)}:
         return found
-    raise FormatError(
-        f"{path} has no digests",
-        hint="give an archive of 'aimage save', or a list: ls STORE/blobs/sha256",
-    )
+    raise FormatError(f"{path} has no digests", remedy="known_list")
 
 
 def _resolve(

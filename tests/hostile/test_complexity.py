@@ -491,6 +491,15 @@ def read_archive_index(n: int, _: Path) -> Action:
     return lambda: _choose_names(_parse_entries(raw, "x"), None, "x")
 
 
+def read_volumes(n: int, path: Path) -> Action:
+    from clowder_aimage.content.volume import MEDIA_TYPE, _read_list
+
+    volumes = [{"name": f"x.{i}", "digest": digest_of(i), "size": 1} for i in range(n)]
+    listed = path / "x.list"
+    listed.write_text(json.dumps({"mediaType": MEDIA_TYPE, "volumes": volumes}))
+    return lambda: _read_list(listed)
+
+
 def read_mountable(n: int, _: Path) -> Action:
     from clowder_aimage.dialect.mountable import ORIGIN, read_origin
 
@@ -561,6 +570,7 @@ CASES: dict[str, Case] = {
     "adapter/file.py": read_adapter_file,
     "api/request_body.py": read_body,
     "content/tar.py": read_tar,
+    "content/volume.py": read_volumes,
     "dialect/mountable.py": read_mountable,
     "formats/codes/comfy_quant.py": read_quantized,
     "formats/family_weights.py": read_blocks,

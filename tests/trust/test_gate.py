@@ -629,13 +629,13 @@ def test_the_signatures_of_a_manifest_are_listed_once(
     machine.store.tag(content, Reference.parse("team/x:v2"))
     options, target_store = ClientOptions(docker_config=machine.home), machine.home / "target"
     listed = list[Digest]()
-    list_bundles = RegistryPlace.list_bundles
+    list_carried = RegistryPlace.list_carried
 
     def list_and_note(self: RegistryPlace, subject: Digest) -> Any:
         listed.append(subject)
-        return list_bundles(self, subject)
+        return list_carried(self, subject)
 
-    monkeypatch.setattr(RegistryPlace, "list_bundles", list_and_note)
+    monkeypatch.setattr(RegistryPlace, "list_carried", list_and_note)
     with serving_stores(machine.store, ImageLayout(target_store)) as (first, second):
         source, target = (Reference.parse(f"{host}/team/x") for host in (first, second))
         assert set(transfer_tags(source, target, options)) == {"v1", "v2"}

@@ -78,6 +78,7 @@ REMEDIES = {
     "listen_elsewhere": "choose another address with --addr",
     "listen_without_tokens": "listen on 127.0.0.1, require a token with --token-file, or allow "
     "this with --allow-remote",
+    "known_list": "give an archive of 'aimage save', or a list: ls STORE/blobs/sha256",
     "load_as": "set a name: aimage load FILE --as NAME",
     "load_decompressed": "decompress it first: {tool} -dc FILE | aimage load -",
     "load_without_as": "omit --as, and set other names with 'aimage tag'",
