@@ -414,10 +414,14 @@ def tidy(root: Path, latest: float) -> None:
         check_own(root, kind)
         with DescriptionFiles(root, kind) as files:
             files.retain(present)
-    # Those of manifests in other stores have names here
-    named = {name.partition(":")[2] for name in find_digests(json.dumps(read_index(root)).encode())}
-    for kind, kept in (("used", present), (UNNAMED, present), (ORIGINS, present | named)):
-        for path in Path(check_own(root, kind)).glob("*"):
+    for kind in ("used", UNNAMED, ORIGINS):
+        paths = list(Path(check_own(root, kind)).glob("*"))
+        kept = present
+        if kind == ORIGINS and paths:
+            # A name may be of a manifest in another store
+            listed = find_digests(json.dumps(read_index(root)).encode())
+            kept = present | {name.partition(":")[2] for name in listed}
+        for path in paths:
             if "." not in path.name and path.name not in kept:
                 with contextlib.suppress(OSError):
                     path.unlink()

@@ -26,7 +26,7 @@ from clowder_aimage.oci import Digest, Reference
 
 ORIGINS = "origins"
 # Bytes of a file
-_MAX_SIZE = 1 << 20
+_MAX_SIZE = 16 << 20
 
 
 def add_origins(root: Path, digest: Digest, names: Iterable[str], *, durable: bool) -> None:
@@ -40,7 +40,7 @@ def add_origins(root: Path, digest: Digest, names: Iterable[str], *, durable: bo
         path = make_directory(root, PRIVATE, ORIGINS) / digest.encoded
         fd = open_shared(path, APPEND)
         try:
-            write_all(fd, text.encode("utf-8", "surrogatepass"))
+            write_all(fd, text.encode(errors="replace"))
             if durable:
                 os.fsync(fd)
         finally:
@@ -56,7 +56,7 @@ def list_origins(root: Path, digest: Digest) -> set[str]:
         open(open_regular(path), "rb", buffering=0) as file,
     ):
         raw = file.read(_MAX_SIZE) or b""
-        return set(filter(None, raw.decode("utf-8", "surrogatepass").split("\n")))
+        return set(filter(None, raw.decode(errors="replace").split("\n")))
     return set()
 
 

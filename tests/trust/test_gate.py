@@ -42,6 +42,7 @@ from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.gc import Collector
 from clowder_aimage.layout.layered_store import LayeredStore
 from clowder_aimage.layout.metadata import MetadataFiles, build_file_name
+from clowder_aimage.layout.origin import ORIGINS
 from clowder_aimage.layout.stored_aimage import lease_manifest, read_aimage, read_stored
 from clowder_aimage.load import load
 from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference, mediatype
@@ -461,6 +462,33 @@ def test_a_name_that_was_lost_before_there_was_a_policy_counts(machine: Machine,
 
 def collect(machine: Machine) -> None:
     Collector(machine.store, grace=0).run()
+
+
+def test_the_names_of_content_in_a_lower_store_are_kept(machine: Machine) -> None:
+    GATES.clear()
+    content = machine.create("below:v1")
+    upper = LayeredStore([machine.home / "upper", machine.store.root])
+    for name in (Reference.parse(NAME), MINE):
+        upper.tag(content, name)
+    upper.untag(Reference.parse(NAME))
+    Collector(upper, grace=0).run()
+    machine.use_policy()
+    machine.enforce()
+    with pytest.raises(SignatureError):
+        read_aimage(upper, MINE)
+
+
+def test_a_damaged_record_of_names_is_read_as_far_as_it_goes(machine: Machine) -> None:
+    content = machine.create("mine:v1")
+    machine.store.add_origins(content.digest, [NAME])
+    path = machine.store.root / ".aimage" / ORIGINS / content.digest.encoded
+    path.write_bytes(path.read_bytes() + b"\n\xff\nregistry.exa")
+    machine.store.add_origins(content.digest, ["next:v1", NAME])
+    origins = machine.store.list_origins(content.digest)
+    assert {f"{HOST}/team/x", "next"} < origins
+    machine.enforce()
+    with pytest.raises(SignatureError):
+        machine.read("mine:v1")
 
 
 def test_the_names_of_collected_content_are_forgotten(machine: Machine) -> None:
