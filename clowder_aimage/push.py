@@ -57,7 +57,7 @@ from clowder_aimage.registry import (
     UnlistedReferrerError,
     is_generated,
 )
-from clowder_aimage.trust.collection import CARRIED, MAX_REFERRERS, RegistryPlace, iter_carried
+from clowder_aimage.trust.collection import CARRIED, RegistryPlace, iter_carried
 from clowder_aimage.trust.simple_signing import build_signature_tag
 
 _log = logging.getLogger("aimage.registry")
@@ -339,10 +339,9 @@ def _list_signatures(
     Statements of derivations are copied with them. A registry that does not answer has none to
     copy; a policy then refuses the copy.
     """
-    place, found = RegistryPlace(repository, source), list[Descriptor]()
+    place, found = RegistryPlace(repository, source, types=CARRIED), list[Descriptor]()
     with contextlib.suppress(AccessError, FormatError):
-        listed = repository.list_referrers(subject, limit=MAX_REFERRERS)
-        found += [entry for entry in listed if entry.extra.get("artifactType") in CARRIED]
+        found += place.list_bundles(subject)
     with contextlib.suppress(AccessError, FormatError):
         tagged = place.find_tagged(subject)
         found += [tagged] if tagged else []
