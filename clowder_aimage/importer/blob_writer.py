@@ -287,12 +287,13 @@ def pack(
     manifest, config = dialect.write(aimage)
     lease.add(manifest.config.digest, manifest.digest)
     store.push(manifest.config, build_bytes_body(config))
+    store.push(manifest.descriptor, build_bytes_body(manifest.raw))
     if origin is not None and isinstance(store, ImageLayout):
         store.add_origins(manifest.digest, [str(origin)])
     if (derivation := derive(aimage)) is not None:
         # Before the name: a derived AImage with a name has its statement.
         keep_derivation(store, lease, manifest.descriptor, derivation)
-    store.push(manifest.descriptor, build_bytes_body(manifest.raw), reference)
+    store.tag(manifest.descriptor, reference)
     return PackedModel(
         manifest.descriptor, manifest, aimage, tuple(written), plan.report, plan.left_out
     )
