@@ -57,7 +57,7 @@ from clowder_aimage.registry import (
     UnlistedReferrerError,
     is_generated,
 )
-from clowder_aimage.trust.collection import CARRIED, MAX_REFERRERS, RegistryPlace, iter_carried
+from clowder_aimage.trust.collection import CARRIED, RegistryPlace, iter_carried
 from clowder_aimage.trust.simple_signing import build_signature_tag
 
 _log = logging.getLogger("aimage.registry")
@@ -239,13 +239,13 @@ def _transfer(
     names = [reference for pair in pairs for reference in pair]
     for key, (plan, name) in plans.items():
         # A statement is not believed, so that it needs no signature.
-        is_open = plan.documents[-1][1].artifact_type == mediatype.AIMAGE_DERIVATION
-        repository = source_repository.without_gate() if is_open else source_repository
+        is_statement = _is_statement(plan)
+        repository = source_repository.without_gate() if is_statement else source_repository
         try:
             _copy(repository, name, target_repository, connections, on_copy_event, plan)
         except AccessError as error:
             if not recursive and isinstance(key, Digest):
-                _leave_out(key, error, names)
+                _leave_out(key, error, () if is_statement else names)
             elif isinstance(error, UnlistedReferrerError):
                 # The attached artifact is in the registry: the others are copied, too.
                 unlisted.append(error)
@@ -301,7 +301,7 @@ def _plan_signature(
     except (NotFoundError, ContentError):
         return None
     except AccessError as error:
-        _leave_out(root.digest, error, (source, target))
+        _leave_out(root.digest, error, () if is_statement else (source, target))
         return None
     if root.extra.get("artifactType") in CARRIED:
         return plan, target.with_digest(root.digest)
@@ -312,12 +312,23 @@ def _plan_signature(
     return plan, replace(target, tag=build_signature_tag(subject), digest=None)
 
 
-def _leave_out(signature: Digest, error: AccessError, names: Sequence[Reference]) -> None:
-    """Note that a signature is not carried. Raises the error if a policy demands one."""
+def _is_statement(plan: CopyPlan) -> bool:
+    return plan.documents[-1][1].artifact_type == mediatype.AIMAGE_DERIVATION
+
+
+def _leave_out(artifact: Digest, error: AccessError, names: Sequence[Reference]) -> None:
+    """Note that a signature, or without ``names`` a statement, is not carried.
+
+    Raises the error if a policy demands a signature for one of the names.
+    """
     gate = find_gate()
     if gate is not None and any(map(gate.demands, names)):
         raise error
-    _log.warning("the signature %s is left out: %s", signature, error.message)
+    kind = "signature" if names else "statement of a derivation"
+    # Some registries accept container images only.
+    is_usual = not names and isinstance(error, ManifestRefusedError)
+    level = logging.INFO if is_usual else logging.WARNING
+    _log.log(level, "the %s %s is left out: %s", kind, artifact, error.message)
 
 
 def _list_signatures(
@@ -328,10 +339,9 @@ def _list_signatures(
     Statements of derivations are copied with them. A registry that does not answer has none to
     copy; a policy then refuses the copy.
     """
-    place, found = RegistryPlace(repository, source), list[Descriptor]()
+    place, found = RegistryPlace(repository, source, types=CARRIED), list[Descriptor]()
     with contextlib.suppress(AccessError, FormatError):
-        listed = repository.list_referrers(subject, limit=MAX_REFERRERS)
-        found += [entry for entry in listed if entry.extra.get("artifactType") in CARRIED]
+        found += place.list_bundles(subject)
     with contextlib.suppress(AccessError, FormatError):
         tagged = place.find_tagged(subject)
         found += [tagged] if tagged else []
@@ -365,7 +375,7 @@ def _push_signatures(
             # It is in the registry.
             continue
         except AccessError as error:
-            _leave_out(content.digest, error, (reference,))
+            _leave_out(content.digest, error, () if _is_statement(attached) else (reference,))
 
 
 def _copy(

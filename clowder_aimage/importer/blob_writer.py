@@ -285,10 +285,11 @@ def pack(
     manifest, config = dialect.write(aimage)
     lease.add(manifest.config.digest, manifest.digest)
     store.push(manifest.config, build_bytes_body(config))
+    store.push(manifest.descriptor, build_bytes_body(manifest.raw))
     if (derivation := derive(aimage)) is not None:
         # Before the name: a derived AImage with a name has its statement.
         keep_derivation(store, lease, manifest.descriptor, derivation)
-    store.push(manifest.descriptor, build_bytes_body(manifest.raw), reference)
+    store.tag(manifest.descriptor, reference)
     return PackedModel(
         manifest.descriptor, manifest, aimage, tuple(written), plan.report, plan.left_out
     )

@@ -83,16 +83,23 @@ class SignaturePlace(ABC):
 
 
 class RegistryPlace(SignaturePlace):
-    """The repository of ``reference``."""
+    """The repository of ``reference``, with referrers of these types."""
 
-    def __init__(self, repository: Repository, reference: Reference) -> None:
+    def __init__(
+        self,
+        repository: Repository,
+        reference: Reference,
+        *,
+        types: Collection[str] = (MEDIA_TYPE,),
+    ) -> None:
         super().__init__(repository)
+        self._types = types
         self._repository, self._reference = repository, reference
 
     def list_bundles(self, subject: Digest) -> Sequence[Descriptor]:
         # A registry may filter wrongly: the type is compared here, after the count.
         listed = self._repository.list_referrers(subject, limit=MAX_REFERRERS)
-        return [entry for entry in listed if entry.extra.get("artifactType") == MEDIA_TYPE]
+        return [entry for entry in listed if entry.extra.get("artifactType") in self._types]
 
     def find_tagged(self, subject: Digest) -> Descriptor | None:
         reference = self._reference

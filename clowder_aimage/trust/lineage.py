@@ -172,8 +172,9 @@ def keep_derivation(
         (manifest.descriptor, manifest.raw),
     ]
     lease.add(*(content.digest for content, _ in contents))
-    for content, data in contents:
-        store.push(content, build_bytes_body(data))
+    with store.begin_batch():
+        for content, data in contents:
+            store.push(content, build_bytes_body(data))
     attach(store, subject.digest, manifest.descriptor)
 
 

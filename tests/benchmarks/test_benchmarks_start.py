@@ -83,6 +83,7 @@ STARTS = (
     Start("page --runs 1", '"first_paint"', ("mlx", "playwright"), ("chromium",), has_goals=True),
     Start("quality --precisions float32,fp8 --scenes 1", "| fp8 | 21 |", ("mlx",)),
     Start("receive --shapes s --servers aimage,aimage:2 --rounds 1", "| s | aimage:2 |"),
+    Start("rederive --gib 0.01 --rounds 1", "| rederive int8 |", ("mlx",)),
     Start("serve --rounds 1 --side 64", "| HTTP, stream |", ("mlx",)),
     Start("simulate --nodes 2,4 --mib 1", "| 4 |"),
     Start(
