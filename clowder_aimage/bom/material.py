@@ -30,9 +30,9 @@ _STATED = ("parameters", "size", "dtype", "quantization", "context", "format", "
 
 @dataclass(frozen=True, slots=True)
 class Ancestor:
-    """What a model was made from: the digest of its manifest or file, or the name of its publisher.
+    """The digest of a manifest or file that a model was made from, or the name of that.
 
-    ``operation`` is what was done with it, if that is stated.
+    ``operation`` says how it was used, if that is stated.
     """
 
     name: str

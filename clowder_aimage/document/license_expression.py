@@ -7,12 +7,12 @@ value of a model card, is read as a licence of its own: ``gemma`` as ``LicenseRe
 from __future__ import annotations
 
 import functools
-import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from clowder_aimage.document.strict_json import read_json
 from clowder_aimage.errors import FormatError
 
 # Characters of an expression, and levels of its parentheses
@@ -182,7 +182,7 @@ def _clean(name: str) -> str:
 @functools.cache
 def _read_list() -> tuple[dict[str, str], dict[str, str]]:
     """Return the identifiers of licences and of exceptions by their lower case."""
-    value = json.loads(_LIST.read_text("utf-8"))
+    value = read_json(_LIST.read_bytes(), _LIST.name)
     licenses, exceptions = (
         {name.lower(): name for name in value[key]} for key in ("licenses", "exceptions")
     )

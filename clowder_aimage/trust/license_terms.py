@@ -61,7 +61,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class LicenseTerms:
-    """What the policy in ``source`` accepts; ``id`` is a hash of it."""
+    """The licences that the policy in ``source`` accepts; ``id`` is a hash of them."""
 
     allow: tuple[Entry, ...]
     deny: tuple[Entry, ...]

@@ -215,6 +215,7 @@ def test_a_bill_is_attached_once(
 def test_a_bill_is_printed(stock: Aimage) -> None:
     bill = json.loads(stock.process("bom", "model").out)
     assert bill == write(stock, "model")
+    assert stock("bom", "model", "--json").value["bom"] == bill
 
 
 def test_mistakes_are_named(stock: Aimage) -> None:

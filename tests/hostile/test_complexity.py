@@ -29,6 +29,7 @@ from clowder_aimage.adapter.description import describe
 from clowder_aimage.adapter.peft_config import parse_metadata
 from clowder_aimage.content.tar import TarReader
 from clowder_aimage.dialect import DIALECTS, READABLE, AImage, Layer, detect
+from clowder_aimage.dialect.license import list_stated_licenses
 from clowder_aimage.document.license_expression import parse_expression
 from clowder_aimage.document.schema import find_json_positions
 from clowder_aimage.document.strict_json import MAX_DOCUMENT_SIZE
@@ -564,6 +565,15 @@ def read_open_arguments(n: int, _: Path) -> Action:
     return lambda: tool_call_format.TAGGED.parse("f" + "<arg_key>" * n)
 
 
+def read_licenses(n: int, _: Path) -> Action:
+    config = json.dumps({"descriptor": {"licenses": [f"LicenseRef-{i}" for i in range(n)]}})
+    content = Descriptor.of("application/vnd.cncf.model.config.v1+json", config.encode())
+    manifest = {"schemaVersion": 2, "mediaType": mediatype.OCI_MANIFEST, "layers": []}
+    found = Manifest.build(manifest | {"config": content.to_json()})
+    assert len(list_stated_licenses(found, config.encode())) == n
+    return lambda: list_stated_licenses(found, config.encode())
+
+
 CASES: dict[str, Case] = {
     "adapter/description.py": describe_adapter,
     "adapter/peft_config.py": read_peft_config,
@@ -604,6 +614,7 @@ CASES: dict[str, Case] = {
     "pictures/artifact.py": read_settings,
     "registry/auth.py": read_challenge,
     "registry/listing.py": read_tags,
+    "dialect/license.py": read_licenses,
     "document/license_expression.py": lambda n, _: (
         lambda: parse_expression(" OR ".join(["(a AND b)"] * n))
     ),

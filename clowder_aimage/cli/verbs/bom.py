@@ -13,11 +13,11 @@ from clowder_aimage.cli.console.option import (
     output_option,
     verb,
 )
-from clowder_aimage.cli.console.output import clean_lines, open_output, print_result, remark
+from clowder_aimage.cli.console.output import open_output, print_result, remark, wants_value
 from clowder_aimage.cli.console.stored_name import stored_argument
 from clowder_aimage.content.atomic_file import write_all
 from clowder_aimage.errors import UsageError
-from clowder_aimage.oci import Reference
+from clowder_aimage.oci import Reference, read_json
 
 
 @examples(
@@ -74,11 +74,12 @@ def bom(reference: Reference, form: str, file: str, attach: bool, remote: bool) 
             write_all(target.fileno(), bill.content)
         value["file"] = file
         lines.append(file)
+    value["digest"] = str(bill.subject.digest)
     if lines:
-        print_result(value | {"digest": str(bill.subject.digest)}, lines)
-    elif sys.stdout.isatty():
-        # A stranger has written names in it.
-        click.echo(clean_lines(bill.content.decode()), nl=False)
+        print_result(value, lines)
+    elif wants_value() or sys.stdout.isatty():
+        document = read_json(bill.content, "the bill")
+        print_result(value | {"bom": document}, bill.content.decode().splitlines())
     else:
         with open_output("-") as target:
             write_all(target.fileno(), bill.content)
