@@ -1,4 +1,4 @@
-"""What was measured of models, kept in the store: the next worker plans with it."""
+"""Measured properties of models, kept in the store: the next worker plans with them."""
 
 from __future__ import annotations
 
