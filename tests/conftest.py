@@ -34,10 +34,11 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 ROOT = Path(__file__).parent.parent
 TINY = ROOT / "examples" / "tiny"
-# These have tests of a minute: if one began last, the other cores would wait for it
+# These have tests of many seconds: if one began last, the other cores would wait for it
 _LONG = (
     *("tests/docs/test_docs_commands", "tests/shapes/test_shapes_model"),
     *("tests/cli/test_run_torch", "tests/worker/test_openapi", "tests/e2e/test_main_job"),
+    "tests/test_picture_memory",
 )
 # Fixtures that start another program: their tests are run by make test-all
 PROGRAMS = {"registry", "private_registry", "skopeo", "launch"}

@@ -15,6 +15,7 @@ FLAGS = {"O_CREAT", "O_TRUNC"}
 SHUTIL = {"copy", "copy2", "copyfile", "copytree", "move", "rmtree", "unpack_archive"}
 METHODS = {"write_text", "write_bytes", "symlink_to", "hardlink_to", "touch", "extractall"}
 TEMPORARY = {"mkdtemp", "mkstemp", "mktemp", "TemporaryDirectory", "NamedTemporaryFile"}
+CALLS = OS | SHUTIL | METHODS | TEMPORARY | {"open", "FileIO"}
 # Modules, and why they may
 EXCEPTIONS = {
     "content/open_directory.py": "the module that does it",
@@ -43,6 +44,9 @@ def writes(tree: ast.AST) -> Iterator[tuple[int, str]]:
             continue
         function = node.func
         name = function.attr if isinstance(function, ast.Attribute) else ""
+        # Writing the source of every call again would take most of the time
+        if (name or getattr(function, "id", "")) not in CALLS:
+            continue
         of = ast.unparse(function.value) if isinstance(function, ast.Attribute) else ""
         plain = ast.unparse(function)
         if (

@@ -48,7 +48,7 @@ from clowder_aimage.engine.event import (
 from clowder_aimage.engine.executor import run_generation
 from clowder_aimage.engine.first_variant import FirstVariant
 from clowder_aimage.engine.machine import read_available_memory
-from clowder_aimage.engine.measured_size import MeasuredSizes
+from clowder_aimage.engine.measurement import Measurement, Measurements
 from clowder_aimage.engine.metric import Metrics
 from clowder_aimage.engine.model_fetch import fetch, find
 from clowder_aimage.engine.queued_request import MakeRequest, ModelSlot, QueuedRequest
@@ -108,8 +108,8 @@ class Engine:
         self._first = FirstVariant(store, transfers, limits.first)
         self._clock = clock
         self._scheduler = ModelScheduler(store.roots, limits, metrics, self._events, clock, free)
-        self._sizes = MeasuredSizes(store, limits)
-        self._scheduler.get_measured = self._sizes.get
+        self._measurements = Measurements(store, limits)
+        self._scheduler.get_measured = self._measurements.get
         self._trials = SchemaTrials(clock)
         self._requests: set[QueuedRequest] = set()
         self._numbers = itertools.count(1)
@@ -216,7 +216,12 @@ class Engine:
         root = await run_generation(self._resolve, reference)
         if (loaded := self._scheduler.find_loaded(root.digest)) is not None:
             return loaded
-        return await run_generation(partial(read_model, unpacks=True), self.store, root)
+        return await run_generation(self._read, reference, root)
+
+    def _read(self, reference: Reference, root: Descriptor) -> StoredAImage:
+        stored = read_model(self.store, root, unpacks=True)
+        self._measurements.read(stored.descriptor.digest, reference)
+        return stored
 
     def _resolve(self, reference: Reference) -> Descriptor:
         root = self.store.resolve(reference)
@@ -267,21 +272,29 @@ class Engine:
     def estimate_wait(self) -> float | None:
         """Return the seconds until a request that arrives now would begin; None if unknown.
 
-        They follow from measured steps, and from earlier requests and loads.
+        They follow from measured steps, and from earlier requests and loads, of this worker or of
+        one before.
         """
         timestamp, total = self._clock(), self._scheduler.estimate_loads()
         at_work = set[object]()
         for request in self._requests:
             if request.stage == "pulling":
                 continue
-            mean = self._paces[request.is_text].seconds
-            remaining = request.estimate_remaining(timestamp, mean)
+            remaining = request.estimate_remaining(timestamp, self._get_mean(request))
             if total is None or remaining is None:
                 return None
             total += remaining / (self.limits.parallel if request.is_text else 1)
             if request.is_begun:
                 at_work.add(request.model)
         return None if total is None else total / max(1, len(at_work))
+
+    def _get_mean(self, request: QueuedRequest) -> float | None:
+        """Return the mean seconds of requests like this one; None if none was measured."""
+        mean = self._paces[request.is_text].seconds
+        if mean is None and (stored := request.stored) is not None:
+            digest = stored.descriptor.digest
+            mean = self._measurements.get(digest, request.reference).request or None
+        return mean
 
     def may_wait(self, share: float = 1.0) -> bool:
         """Return True if the estimated wait is below a share of the bound for further requests."""
@@ -357,7 +370,7 @@ class Engine:
                 check = partial(check_unloaded, self.store, stored, parameters)
                 await run_generation(check, self.limits.lora_dir)
             await self._find_enhancer()
-            await run_generation(self._sizes.read, digest, request.reference)
+            await run_generation(self._measurements.read, digest, request.reference)
         while True:
             try:
                 await self._take_turn(request, stored, parameters, emit)
@@ -439,7 +452,7 @@ class Engine:
         model = await self._wait_for_turn(request, stored, emit)
         if parameters is not None:
             await self._generate(model, request, parameters, emit)
-            await self._record_size(model)
+            await self._record_measurement(model)
 
     async def _try_schema(
         self, request: QueuedRequest, stored: StoredAImage, parameters: TextRequest, emit: Emit
@@ -542,11 +555,10 @@ class Engine:
                 await request.runner.generate(
                     name, manifest, parameters, request.encoding, observed
                 )
-            outcome = "done"
+            outcome, seconds = "done", self._clock() - started
+            model.pace.observe(seconds)
             if isinstance(parameters, GenerateRequest):
-                self._times.observe(
-                    replace(model.key, place=0), parameters, self._clock() - started
-                )
+                self._times.observe(replace(model.key, place=0), parameters, seconds)
         except AImageError as error:
             outcome = "refused" if isinstance(error, UsageError) else "failed"
             if isinstance(error, NoMemoryError) and isinstance(parameters, GenerateRequest):
@@ -560,11 +572,12 @@ class Engine:
                 outcome = "failed"
             self._observe(request, outcome, self._clock() - started)
 
-    async def _record_size(self, model: ModelSlot) -> None:
-        """Keep the memory of a model, which has grown by its requests, for the next load."""
+    async def _record_measurement(self, model: ModelSlot) -> None:
+        """Keep the memory of a model, which has grown by its requests, and its seconds."""
         size, name = 0 if model.runner is None else model.runner.size, model.reference
-        if self._sizes.is_larger(model.digest, name, size):
-            await run_generation(self._sizes.record, model.digest, name, size)
+        measured = Measurement(size, model.load_seconds, model.pace.seconds or 0.0)
+        if measured.differs(self._measurements.get(model.digest, name)):
+            await run_generation(self._measurements.record, model.digest, name, measured)
 
     def _observe_steps(
         self,

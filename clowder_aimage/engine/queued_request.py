@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 
 from clowder_aimage.dialect import AImage
-from clowder_aimage.engine.admission import CALLER, FOR_EVER, IF_MISSING, DeadlineError
+from clowder_aimage.engine.admission import CALLER, FOR_EVER, IF_MISSING, DeadlineError, Pace
 from clowder_aimage.engine.event import ModelRequest
 from clowder_aimage.engine.frame import Message
 from clowder_aimage.engine.runner import Runner
@@ -84,6 +84,9 @@ class ModelSlot:
     users: int = 0
     is_stopped: bool = False
     variants: dict[Digest, ModelVariant] = field(default_factory=dict)
+    # Of its first load, and of its requests
+    load_seconds: float = 0.0
+    pace: Pace = field(default_factory=Pace)
     last_used: float = field(init=False)
 
     def __post_init__(self) -> None:

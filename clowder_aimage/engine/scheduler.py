@@ -19,6 +19,7 @@ from typing import Any
 from clowder_aimage.engine import machine
 from clowder_aimage.engine.admission import EngineLimits, Pace, compute_share
 from clowder_aimage.engine.event import EventLog, ModelRequest
+from clowder_aimage.engine.measurement import Measurement
 from clowder_aimage.engine.memory_plan import (
     LoadedModel,
     LoadPlan,
@@ -64,8 +65,8 @@ class ModelScheduler:
     _clock: Callable[[], float]
     _free: Callable[[], int | None]
     eviction_cost: Callable[[Digest], float] = lambda _: 0.0
-    # The measured bytes of a manifest under a name; 0 if unknown
-    get_measured: Callable[[Digest, Reference], int] = lambda _, __: 0
+    # What was measured of a manifest under a name
+    get_measured: Callable[[Digest, Reference], Measurement] = lambda _, __: Measurement()
     enhancer: StoredAImage | None = None
     _models: dict[ModelKey, ModelSlot] = field(default_factory=dict)
     _queue: list[QueuedRequest] = field(default_factory=list)
@@ -287,11 +288,16 @@ class ModelScheduler:
 
     def estimate_loads(self) -> float | None:
         """Return the seconds to load what requests wait for; None if they are unknown."""
-        waiting = {request.model for request in self._queue}
-        count = sum(model is not None and not model.is_ready for model in waiting)
-        if not count:
-            return 0.0
-        return None if self._loading.seconds is None else count * self._loading.seconds
+        total, models = 0.0, {request.model for request in self._queue}
+        for model in models:
+            if model is None or model.is_ready:
+                continue
+            measured = self.get_measured(model.digest, model.reference).load
+            seconds = measured or self._loading.seconds
+            if seconds is None:
+                return None
+            total += seconds
+        return total
 
     def count_ahead(self, request: QueuedRequest) -> int:
         """Return the number of requests ahead of this one."""
@@ -421,7 +427,7 @@ class ModelScheduler:
 
     def _describe(self, model: ModelSlot) -> LoadedModel:
         size = 0 if model.runner is None else model.runner.size
-        measured = self.get_measured(model.digest, model.reference)
+        measured = self.get_measured(model.digest, model.reference).size
         dtype = self._dtype if model.is_text else self._predict_dtype()
         need = max(size, measured, estimate_need(model.stored, dtype))
         return LoadedModel(model.key, need, model.is_idle, self._counts(model))
@@ -591,6 +597,8 @@ class ModelScheduler:
         runner.ended.add_done_callback(lambda _: self._handle_exit(model, runner))
         self._metrics.loads.observe(seconds)
         self._loading.observe(seconds)
+        # A process that slept is ready sooner
+        model.load_seconds = model.load_seconds or seconds
         self._events.record("load", model=str(model.reference), seconds=round(seconds, 3))
         if model.is_stopped:
             model.unloading = self.unload(model, "stopped")

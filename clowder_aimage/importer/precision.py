@@ -50,7 +50,9 @@ def _count_lost(wide: Values, narrow: Values, target: str) -> int:
 def widen(values: Values, dtype: str) -> Values:
     """Return the values as float32, or float64 values unchanged."""
     if dtype == "BF16":
-        return (values.astype(np.uint32) << 16).view(np.float32)
+        wide = values.astype(np.uint32)
+        wide <<= 16
+        return wide.view(np.float32)
     return values if dtype == "F64" else values.astype(np.float32, copy=False)
 
 

@@ -55,22 +55,24 @@ class QuantizationGuard:
         Raises:
             ModelError: Some are not finite, or exceed the range of the type.
         """
-        sizes = values.view(self._word) & self._mask
-        largest = sizes.max() if sizes.size else 0
+        words = values.view(self._word)
+        largest = _find_largest(words, self._mask)
+        is_usual = largest < self._infinity and largest <= self._largest
+        if is_usual and not self._wraps:
+            return values
+        sizes = words & self._mask
         if largest >= self._infinity:
             count = int(np.count_nonzero(sizes >= self._infinity))
             raise ModelError(f"{_format_count(count, self._name)} NaN or infinite", hint=_KEEP)
-        if largest > self._largest:
+        if not is_usual:
             raise self._build_size_error(int(np.count_nonzero(sizes > self._largest)))
-        if not self._wraps:
-            return values
         is_tiny = sizes < self._tiny
         if not sizes[is_tiny].any():
             return values
         # The scale exponent of such a group is below that of E8M0, and MLX lets it wrap around:
         # values near 1e-37 would be dequantized to 1e35 and more.
-        words: Words = np.where(is_tiny, 0, values.view(self._word)).astype(self._word)
-        return words.view(values.dtype)
+        replaced: Words = np.where(is_tiny, 0, words).astype(self._word)
+        return replaced.view(values.dtype)
 
     def count(self, values: Words, codes: bytes, scales: bytes, biases: bytes | None) -> None:
         """Count the groups of a block that became zeros."""
@@ -113,6 +115,17 @@ class QuantizationGuard:
             f"{REACH[kind.mode]:.4g}",
             hint=_USE_MXFP8 if kind.mode == "nvfp4" else _KEEP,
         )
+
+
+def _find_largest(words: Words, mask: int) -> int:
+    """Return the bits of the largest magnitude, 0 without values; no array is made.
+
+    Words with the sign are larger than those without it, and as signed integers they are less.
+    """
+    if not words.size:
+        return 0
+    signed = words.view(f"<i{words.itemsize}")
+    return max(int(words.max()) & mask, int(signed.max()))
 
 
 def _format_count(count: int, name: str) -> str:

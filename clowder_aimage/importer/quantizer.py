@@ -1,8 +1,9 @@
 """Quantization of groups of weights as MLX does it, on the CPU.
 
-The CPU produces the same codes on every machine (a GPU rounds ties the other way). MLX's lazy
-arrays cannot be passed between threads, so each thread has its own. Groups are independent, so a
-matrix is quantized in blocks of groups and is never completely in memory.
+The CPU produces the same codes on every machine (a GPU rounds ties the other way). MLX itself
+quantizes to the types that numpy does not faster; its lazy arrays cannot be passed between threads,
+so each thread has its own. Groups are independent, so a matrix is quantized in blocks of groups and
+is never completely in memory.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from clowder_aimage.importer.affine_quantizer import quantize_affine
 from clowder_aimage.importer.e2m1_quantizer import E2M1_MODES, quantize_e2m1
 from clowder_aimage.tensor import Quantization, blas
 
@@ -57,6 +59,8 @@ class Quantizer:
 
 
 def _quantize(rows: Any, dtype: str, quantization: Quantization) -> tuple[bytes, ...]:
+    if quantization.type.mode == "affine":
+        return quantize_affine(rows, dtype, quantization)
     by_mlx = partial(_quantize_by_mlx, dtype=dtype, quantization=quantization)
     if quantization.type.mode in E2M1_MODES:
         return quantize_e2m1(rows, dtype, quantization, by_mlx)

@@ -50,8 +50,8 @@ def test_addresses_are_parsed() -> None:
 
 def test_port_in_use_is_reported(tmp_path: Path) -> None:
     with socket.socket() as taken:
+        # It does not listen: the program that has the port is not waited for
         taken.bind(("127.0.0.1", 0))
-        taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(AccessError, match=f"cannot listen on 127.0.0.1:{port}"):
             serve(ImageLayout(tmp_path), f"127.0.0.1:{port}", on_ready=never)

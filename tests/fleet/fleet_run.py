@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import socket
 import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -108,6 +109,18 @@ async def prompt_as_picture(request: Request, body: dict[str, Any]) -> web.Strea
     """Answer with the prompt and the seed."""
     text = f"{body['prompt']} {body['seed']}"
     return web.json_response({"data": [{"b64_json": text}]}, headers={"X-Aimage-Seed": "1"})
+
+
+def held_role() -> tuple[ScriptedRole, asyncio.Event, asyncio.Event]:
+    """Return a role whose jobs wait, the event that one has begun, and the one they wait for."""
+    begun, go_on = asyncio.Event(), asyncio.Event()
+
+    async def wait(request: Request, body: dict[str, Any]) -> web.StreamResponse:
+        begun.set()
+        await go_on.wait()
+        return await prompt_as_picture(request, body)
+
+    return ScriptedRole(wait), begun, go_on
 
 
 @dataclass
@@ -224,6 +237,44 @@ class FleetRun:
         async with self.session.get(f"{url}/v1/fleet") as answer:
             found: dict[str, Any] = await answer.json()
             return found
+
+
+async def no_jobs(fleet: FleetRun, url: str) -> None:
+    """Wait until no job is on the queue."""
+
+    async def is_empty() -> bool:
+        return (await fleet.status(url))["jobs"] == 0
+
+    await until_async(is_empty)
+
+
+async def run_batch(fleet: FleetRun, begin: str, end: str, *prompts: str) -> list[str]:
+    """Begin a batch at a gateway, and return the first words of its output at another one."""
+    line = {"method": "POST", "url": PICTURES}
+    lines = (
+        {**line, "custom_id": one, "body": {"model": "tiny", "prompt": one}} for one in prompts
+    )
+    form = aiohttp.FormData({"purpose": "batch"})
+    form.add_field("file", "\n".join(map(json.dumps, lines)), filename="in.jsonl")
+    async with fleet.session.post(f"{begin}/v1/files", data=form) as answer:
+        assert answer.status == 200, await answer.text()
+        name = (await answer.json())["id"]
+    body = {"input_file_id": name, "endpoint": PICTURES, "completion_window": "24h"}
+    async with fleet.session.post(f"{begin}/v1/batches", json=body) as answer:
+        batch = await answer.json()
+
+    async def is_over() -> bool:
+        async with fleet.session.get(f"{end}/v1/batches/{batch['id']}") as answer:
+            batch.update(await answer.json())
+            return batch["status"] == "completed"
+
+    await until_async(is_over)
+    async with fleet.session.get(f"{end}/v1/files/{batch['output_file_id']}/content") as answer:
+        found = [json.loads(each) for each in (await answer.text()).splitlines()]
+    async with fleet.session.delete(f"{end}/v1/files/{name}") as answer:
+        assert (await answer.json())["deleted"]
+    made = [each["response"]["body"]["data"][0]["b64_json"] for each in found]
+    return sorted(text.rpartition(" ")[0] for text in made)
 
 
 def _no_registry(reference: Reference) -> Digest:

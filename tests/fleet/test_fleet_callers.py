@@ -16,8 +16,13 @@ from clowder_aimage.fleet.gateway.batch_store import FleetBatchStore
 from clowder_aimage.fleet.link import FleetLink
 from clowder_aimage.http.caller import compute_name
 from clowder_aimage.http.caller_ledger import CallerBounds
-from tests.fleet.fleet_run import PICTURES, FleetRun, ScriptedRole, prompt_as_picture
-from tests.fleet.test_fleet import held_role
+from tests.fleet.fleet_run import (
+    PICTURES,
+    FleetRun,
+    ScriptedRole,
+    held_role,
+    prompt_as_picture,
+)
 from tests.wait import until_async
 
 pytestmark = pytest.mark.integration

@@ -9,7 +9,13 @@ from pathlib import Path
 import pytest
 
 from clowder_aimage.fleet.worker_registry import give_order
-from tests.fleet import test_fleet, test_job_log, test_worker_call
+from tests.fleet import (
+    test_fleet_cancelled,
+    test_fleet_jobs,
+    test_fleet_turns,
+    test_job_log,
+    test_worker_call,
+)
 from tests.fleet.attack import ACCESS, attacked, attacked_server
 from tests.fleet.conftest import VICTIMS, Play
 from tests.fleet.fleet_run import FleetRun, ScriptedRole, prompt_as_picture
@@ -19,11 +25,11 @@ from tests.wait import PATIENCE, until_async
 pytestmark = pytest.mark.integration
 # Tests that hold while a hostile worker delays no jobs.
 SCENES: tuple[Callable[[Play], None], ...] = (
-    test_fleet.test_a_job_is_answered_by_a_worker,
-    test_fleet.test_a_key_is_one_job_at_all_gateways,
-    test_fleet.test_a_client_that_leaves_cancels_its_job,
-    test_fleet.test_a_drained_worker_ends_its_work_and_takes_no_more,
-    test_fleet.test_a_large_request_may_be_repeated_at_once,
+    test_fleet_jobs.test_a_job_is_answered_by_a_worker,
+    test_fleet_jobs.test_a_key_is_one_job_at_all_gateways,
+    test_fleet_cancelled.test_a_client_that_leaves_cancels_its_job,
+    test_fleet_turns.test_a_drained_worker_ends_its_work_and_takes_no_more,
+    test_fleet_jobs.test_a_large_request_may_be_repeated_at_once,
     test_job_log.test_the_client_gets_the_response_of_the_attempt_that_began_last,
     test_worker_call.test_a_response_may_be_larger_than_a_message,
 )

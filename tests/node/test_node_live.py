@@ -180,7 +180,8 @@ def test_present_models_stay_ready_without_the_registry(
     node.want({"ref": ref, "refresh": 1, "pullPolicy": "Always"})
     node.start()
     node.reaches(ref, "present")
-    proxy.instead = lambda passed: Reply(503)
+    # Not 503, that of an overloaded registry, which requests wait for
+    proxy.instead = lambda passed: Reply(502)
     until(lambda: node.model(ref)["reason"], "the registry's failure to be reported")
     assert node.model(ref)["state"] == "present"
     assert node.readiness()[0] == 200

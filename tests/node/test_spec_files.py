@@ -430,7 +430,8 @@ def test_an_unprintable_file_name_is_escaped(tmp_path: Path, name: bytes) -> Non
     | st.text(max_size=200).map(lambda text: text.encode("utf-8", "replace"))
 )
 def test_any_bytes_are_read_or_refused(tmp_path_factory: pytest.TempPathFactory, raw: Any) -> None:
-    directory = tmp_path_factory.mktemp("any")
+    directory = tmp_path_factory.getbasetemp() / "any"
+    directory.mkdir(exist_ok=True)
     for name in ("a.yaml", "a.json"):
         path = directory / name
         path.write_bytes(raw)

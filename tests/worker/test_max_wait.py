@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from clowder_aimage.engine.admission import CALLER, BusyError, CallerBusyError
 from clowder_aimage.engine.event import Event, QueuedEvent, StartedEvent
 from clowder_aimage.layout.layered_store import LayeredStore
 from clowder_aimage.model.pipeline import Step
+from tests.store import copy_store
 from tests.wait import until_async
 from tests.worker.engine_runs import Client, FakeRunner, job, played, stocked
 
@@ -51,8 +53,14 @@ class TimedRunner(FakeRunner):
 
 
 @pytest.fixture(scope="module")
-def stored_models(tmp_path_factory: pytest.TempPathFactory) -> LayeredStore:
+def unmeasured_models(tmp_path_factory: pytest.TempPathFactory) -> LayeredStore:
+    """Return a store without measurements. Copy it before a model is run."""
     return stocked(tmp_path_factory.mktemp("wait") / "store")
+
+
+@pytest.fixture
+def stored_models(unmeasured_models: LayeredStore, tmp_path: Path) -> LayeredStore:
+    return LayeredStore([copy_store(unmeasured_models.root, tmp_path / "store")])
 
 
 Burst = Callable[..., list[Any]]
@@ -74,7 +82,7 @@ def burst(stored_models: LayeredStore, monkeypatch: pytest.MonkeyPatch) -> Burst
         async def play(engine: Any) -> list[Any]:
             first = Client(engine, job(steps=2), loads=not is_measured)
             await first.result()
-            (runner,) = TimedRunner.runners
+            runner = TimedRunner.runners[-1]
             runner.is_running.clear()
             clients = list[Client]()
             for index, count in enumerate(steps):
@@ -129,6 +137,17 @@ def test_a_number_of_requests_may_wait_however_long_it_takes(
     burst: Burst, limits: dict[str, Any], count: int
 ) -> None:
     assert burst([2] * 8, **limits).count("served") == count
+
+
+def test_a_worker_that_has_just_started_waits_by_what_an_earlier_one_measured(
+    burst: Burst,
+) -> None:
+    limits: dict[str, Any] = {"queue": 2, "is_measured": False}
+    assert burst([2] * 8, max_wait=1000, **limits).count("served") == 3
+    # The mean of these pictures, of two seconds each, and a load that took no time
+    outcomes = burst([2] * 8, max_wait=10, **limits)
+    assert outcomes[:5] == ["served"] * 5
+    assert [each.wait for each in outcomes[5:]] == [10.0] * 3
 
 
 def test_long_requests_count_by_their_steps(burst: Burst) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from math import nan
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ pytest.importorskip("prometheus_client")
 
 from clowder_aimage.engine import scheduler
 from clowder_aimage.engine.event import QueuedEvent, StartedEvent
+from clowder_aimage.engine.measurement import Measurement
 from clowder_aimage.engine.memory_plan import LoadedModel, MemoryRoom, estimate_need, plan_load
 from clowder_aimage.layout.layered_store import LayeredStore
 from clowder_aimage.oci import Digest
@@ -261,3 +263,30 @@ def test_the_memory_of_the_enhancer_is_reserved(run: _Run, monkeypatch: pytest.M
     run("tiny", memory=11 * _MIB, enhancer="other:latest")
     run("tiny", memory=20 * _MIB, enhancer="absent:latest")
     assert shares == [6 * _MIB, 0, 0]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [None, 7, [], {"size": "7"}, {"size": -7}, {"size": True}, {"load": nan}, {"request": [1]}],
+)
+def test_a_measurement_that_another_program_wrote_is_ignored(value: object) -> None:
+    assert Measurement.parse(value) == Measurement()
+    assert Measurement.parse({"size": 7, "load": 2, "new": 1}) == Measurement(7, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("new", "is_recorded"),
+    [
+        (Measurement(100, 2.0, 5.0), False),
+        (Measurement(105, 2.9, 3.4), False),
+        (Measurement(106, 2.0, 5.0), True),
+        (Measurement(100, 3.1, 5.0), True),
+        (Measurement(100, 2.0, 3.3), True),
+        # Unknown here
+        (Measurement(50), False),
+    ],
+)
+def test_a_measurement_is_recorded_if_it_differs(new: Measurement, is_recorded: bool) -> None:
+    previous = Measurement(100, 2.0, 5.0)
+    assert new.differs(previous) is is_recorded
+    assert new.add(previous).size == max(new.size, 100)
