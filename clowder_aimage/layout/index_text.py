@@ -6,8 +6,9 @@ import json
 import os
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Protocol
 
 from clowder_aimage.errors import FormatError
@@ -16,6 +17,8 @@ from clowder_aimage.oci import read_json
 _SEPARATOR = b",\n"
 # Bytes that are compared or searched together, and those that are written
 _CHUNK, _PIECE = 64 * 1024, 1024 * 1024
+# Entries that are written together
+_MAX_TOGETHER = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +32,28 @@ class EntryLine:
 
 def encode_index(value: dict[str, Any]) -> bytes:
     """Return an index as JSON with an entry a line; the order of all fields is kept."""
-    fields = [f"{json.dumps(key)}: {_encode_field(key, item)}" for key, item in value.items()]
-    return ("{" + ", ".join(fields) + "}\n").encode()
+    return b"".join(iter_encoded(value, value["manifests"]))
 
 
-def _encode_field(key: str, item: Any) -> str:
-    if key != "manifests":
-        return json.dumps(item)
-    return "[\n" + ",\n".join(map(json.dumps, item)) + "\n]"
+def iter_encoded(value: dict[str, Any], entries: Iterable[Any]) -> Iterator[bytes]:
+    """Yield the text of ``encode_index`` in parts, with these entries instead of the index's."""
+    for number, (key, item) in enumerate(value.items()):
+        yield f"{', ' if number else '{'}{json.dumps(key)}: ".encode()
+        if key == "manifests":
+            yield b"[\n"
+            yield from _iter_lines(entries)
+            yield b"\n]"
+        else:
+            yield _encode(item)
+    yield b"}\n"
+
+
+def _iter_lines(entries: Iterable[Any]) -> Iterator[bytes]:
+    """Yield the texts of many entries together."""
+    texts, is_first = map(_encode, entries), True
+    while part := list(islice(texts, _MAX_TOGETHER)):
+        yield (b"" if is_first else _SEPARATOR) + _SEPARATOR.join(part)
+        is_first = False
 
 
 def find_lines(raw: Text, texts: Collection[str]) -> list[EntryLine]:

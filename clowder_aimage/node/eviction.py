@@ -26,8 +26,8 @@ from clowder_aimage.engine.executor import run_io, run_locking
 from clowder_aimage.errors import AImageError, NotFoundError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.digest_scan import iter_blobs
+from clowder_aimage.layout.fingerprint import compute_fingerprint
 from clowder_aimage.layout.gc import Collection, Collector
-from clowder_aimage.layout.index import compute_fingerprint
 from clowder_aimage.layout.layout import index_name
 from clowder_aimage.layout.lease import read_leases
 from clowder_aimage.layout.lock import PRIVATE

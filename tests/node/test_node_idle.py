@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import pytest
 
 from clowder_aimage.errors import StoreError
-from clowder_aimage.layout import index
+from clowder_aimage.layout import fingerprint
 from clowder_aimage.layout.completeness import MAX_AGE, Completeness
 from clowder_aimage.layout.snapshot import StoreSnapshot
 from clowder_aimage.node import eviction, pinner, reconciler
@@ -38,7 +38,7 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.fixture
 def settled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make all earlier changes of the store appear old."""
-    monkeypatch.setattr(index, "_SETTLED", -(10**11))
+    monkeypatch.setattr(fingerprint, "_SETTLED", -(10**11))
 
 
 async def idle(home: Path, publisher: Publisher, count: int = 2) -> tuple[Bench, list[str]]:
