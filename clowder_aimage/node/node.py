@@ -10,7 +10,7 @@ import random
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -107,7 +107,7 @@ class Node:
     def describe_models(self) -> list[dict[str, Any]]:
         """Return the status of each model by descending priority."""
         timestamp = self._clock()
-        return [model.to_json(timestamp) for model in self._sort_models()]
+        return [model.to_json(timestamp) for model in _sort_models(self._models.values())]
 
     def describe_disk(self) -> dict[str, Any]:
         """Return the usage of the disk, without numbers if it cannot be measured. Blocks."""
@@ -182,8 +182,9 @@ class Node:
         """Start all actions that are due."""
         await self._read()
         timestamp = self._clock()
-        for model in self._sort_models():
-            if model.state.due <= timestamp and model.spec.name not in self._tasks:
+        due = [model for model in self._models.values() if model.state.due <= timestamp]
+        for model in _sort_models(due):
+            if model.spec.name not in self._tasks:
                 self._begin(model)
         await self._check_credentials()
         if self._eviction is None or self._eviction.done():
@@ -276,18 +277,12 @@ class Node:
         ]
         self._signal(unauthorized, apply_retry)
 
-    def _sort_models(self) -> list[ModelStatus]:
-        return sorted(
-            self._models.values(), key=lambda model: (-model.spec.priority, model.spec.name)
-        )
-
     async def _evict(self, timestamp: float) -> None:
-        names = self._list_names()
         # a file may be incomplete yet valid, and a directory may be mounted late
-        is_settled = timestamp - self._followed_at >= (SETTLE if names else SETTLE_EMPTY)
+        is_settled = timestamp - self._followed_at >= (SETTLE if self._models else SETTLE_EMPTY)
         try:
             if self._may_prune and is_settled:
-                await self.evictor.prune(names, self._records)
+                await self.evictor.prune(self._list_names(), self._records)
             await run_locking(self.evictor.check_disk, self._list_protected)
             if timestamp - self._collected >= (period := self._settings.collect):
                 self._collected = timestamp
@@ -323,6 +318,11 @@ class Node:
         metrics.set_failed(
             Counter(state.failure.code for state in states if state.failure and state.is_troubled)
         )
+
+
+def _sort_models(models: Iterable[ModelStatus]) -> list[ModelStatus]:
+    """Return models by descending priority, and then by their names."""
+    return sorted(models, key=lambda model: (-model.spec.priority, model.spec.name))
 
 
 def is_of(name: str, spec: ModelSpec) -> bool:
