@@ -95,10 +95,13 @@ class IndexFile:
 
     def iter_view(self) -> Iterator[bytes]:
         """Yield the text with the pending changes in parts. Call ``check_unchanged`` afterwards."""
-        changes = EntryDifference(self.pending.iter_changes() if self.pending is not None else ())
+        changes = self._read_changes()
         if not changes:
             return iter((self.text[:],))
         return exchange_lines(self.text, changes.removed, changes.list_added_texts())
+
+    def _read_changes(self) -> EntryDifference:
+        return EntryDifference(() if self.pending is None else self.pending.iter_changes())
 
     def iter_merged(self, changed: set[Any] | None = None) -> Iterator[Any]:
         """Yield the entries of ``value`` with the changes that they lack.
@@ -111,7 +114,9 @@ class IndexFile:
     def iter_entries(self) -> Iterator[Any]:
         """Yield all entries, with the changes and the recorded names that they lack."""
         if self.value is None:
-            return iter_entries(self.read_view())
+            raw, changes = self.text[:], self._read_changes()
+            self.check_unchanged()
+            return iter_entries(raw, changes.removed, changes.list_added_texts())
         return iter(RecordedEntries(self.root, self.iter_merged()))
 
     def find(self, texts: Collection[str], *, is_digest: bool = False) -> Iterable[Any]:

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from clowder_aimage.errors import FormatError
@@ -110,14 +111,12 @@ def _cut(raw: bytes, start: int, end: int) -> memoryview:
     return memoryview(raw)[start:end]
 
 
-def iter_entries(raw: bytes) -> Iterator[Any]:
-    """Yield the entries of a text, a few of which are parsed together."""
-    position, end = _find_body(raw)
-    while position < end:
-        part_end = raw.find(b"\n", min(position + _CHUNK, end))
-        part = raw[position : min(part_end, end)].rstrip(b",")
+def iter_entries(
+    text: Text, removed: Mapping[bytes, int] = MappingProxyType({}), added: Collection[bytes] = ()
+) -> Iterator[Any]:
+    """Yield the entries of ``exchange_lines``, some of which are parsed together."""
+    for part in _iter_parts(text, removed, added, _CHUNK):
         yield from read_json(b"[" + part + b"]", "index.json")
-        position = part_end + 1
 
 
 def exchange_lines(
@@ -127,11 +126,23 @@ def exchange_lines(
 
     The entries are texts. ``removed`` states how often each one is removed.
     """
+    start, end = _find_body(text)
+    yield text[:start]
+    separator = b""
+    for part in _iter_parts(text, removed, added, _PIECE):
+        yield separator + part
+        separator = _SEPARATOR
+    yield text[end:]
+
+
+def _iter_parts(
+    text: Text, removed: Mapping[bytes, int], added: Collection[bytes], size: int
+) -> Iterator[bytes]:
+    """Yield the lines of ``exchange_lines`` in parts of about ``size`` bytes."""
     position, end = _find_body(text)
-    yield text[:position]
-    counts, is_first = Counter(removed), True
+    counts = Counter(removed)
     while position < end:
-        part_end = min(text.find(b"\n", min(position + _PIECE, end)), end)
+        part_end = min(text.find(b"\n", min(position + size, end)), end)
         part = text[position:part_end].rstrip(b",")
         position = part_end + 1
         if counts:
@@ -143,12 +154,8 @@ def exchange_lines(
                     lines.append(line)
             part = _SEPARATOR.join(lines)
         if part:
-            yield part if is_first else _SEPARATOR + part
-            is_first = False
-    for entry in added:
-        yield entry if is_first else _SEPARATOR + entry
-        is_first = False
-    yield text[end:]
+            yield part
+    yield from added
 
 
 class Text(Protocol):
