@@ -40,11 +40,7 @@ def read_json(
             has a number that is not finite as a double, or a duplicate key in an object (parsers
             resolve these differently).
     """
-    if len(raw) > limit:
-        raise FormatError(f"{label} is too large: {len(raw)} bytes, the limit is {limit}")
-    max_values = MAX_VALUES if max_values is None else max_values
-    if len(raw) > 2 * max_values and sum(map(raw.count, _SEPARATORS)) > max_values:
-        raise FormatError(f"{label} is too large: more than {max_values} values")
+    check_size(raw, label, limit, max_values)
     try:
         value = _DECODER.decode(raw.decode("utf-8"))
         if not is_too_deep(value):
@@ -54,6 +50,15 @@ def read_json(
     except ValueError as error:
         raise FormatError(f"{label} is not valid JSON: {error}") from None
     raise FormatError(f"{label} is nested more than {MAX_NESTING} levels deep")
+
+
+def check_size(raw: bytes, label: str, limit: int, max_values: int | None = None) -> None:
+    """Raise FormatError if a JSON text is longer than ``limit`` bytes, or has too many values."""
+    if len(raw) > limit:
+        raise FormatError(f"{label} is too large: {len(raw)} bytes, the limit is {limit}")
+    max_values = MAX_VALUES if max_values is None else max_values
+    if len(raw) > 2 * max_values and sum(map(raw.count, _SEPARATORS)) > max_values:
+        raise FormatError(f"{label} is too large: more than {max_values} values")
 
 
 @dataclass(slots=True)

@@ -24,7 +24,10 @@ def find_entry_name(annotations: Any) -> str:
     """Return the name of an entry with these annotations; empty if it has none."""
     if not isinstance(annotations, dict):
         return ""
-    return next((str(annotations[key]) for key in _NAMES if annotations.get(key)), "")
+    for key in _NAMES:
+        if name := annotations.get(key):
+            return str(name)
+    return ""
 
 
 def find_similar_name(name: str, names: Iterable[str]) -> str | None:

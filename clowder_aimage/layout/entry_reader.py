@@ -9,14 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from clowder_aimage.errors import FormatError
-from clowder_aimage.layout.index import (
-    IndexFile,
-    parse_index,
-    read_index_file,
-    read_index_stamp,
-)
+from clowder_aimage.layout.index_file import IndexFile, read_index_file, read_index_stamp
 from clowder_aimage.layout.index_stamp import IndexStamp, IndexState, read_state
-from clowder_aimage.layout.index_text import find_changes, iter_entries
+from clowder_aimage.layout.index_text import find_changes
 from clowder_aimage.layout.lock import translate_store_errors
 from clowder_aimage.layout.pending_names import (
     EntryDifference,
@@ -76,7 +71,7 @@ class EntryReader:
             return False
         with translate_store_errors(self._root):
             tail = read_pending(self._root, self._position.name, self._position.offset)
-        return tail is not None and tail.position.offset > 0
+        return tail is None or tail.position.offset > 0
 
     def _read_pending(self, position: PendingPosition, stamp: IndexStamp) -> EntryChanges | None:
         """Return the changes in the lists up to that of an index; None if it has others."""
@@ -125,11 +120,8 @@ class EntryReader:
             file = read_index_file(self._root)
             try:
                 with translate_store_errors(self._root):
-                    if file.value is None:
-                        # One by one: parsed together, they take several times the memory
-                        entries = iter_entries(file.read_view())
-                    else:
-                        entries = iter(parse_index(self._root, file)["manifests"])
+                    # One by one: parsed together, they take several times the memory
+                    entries = file.iter_entries()
                 break
             except FormatError:
                 if file.is_unchanged():

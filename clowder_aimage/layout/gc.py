@@ -29,7 +29,7 @@ from clowder_aimage.content.open_directory import READ, unlink
 from clowder_aimage.errors import AImageError, NotFoundError, VerificationError
 from clowder_aimage.layout.description import KINDS, DescriptionFiles
 from clowder_aimage.layout.digest_scan import LARGEST, DigestScanner, find_digests, iter_blobs
-from clowder_aimage.layout.index import read_index
+from clowder_aimage.layout.index_file import read_index
 from clowder_aimage.layout.layout import UNNAMED, ImageLayout, index_name
 from clowder_aimage.layout.lease import COLLECTION, read_leases
 from clowder_aimage.layout.lock import (

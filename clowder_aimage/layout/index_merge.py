@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,48 +15,89 @@ from clowder_aimage.oci import mediatype
 _MOMENT = 5 * 10**9
 
 
-def find_lacking(
-    entries: Sequence[Any], files: Sequence[PendingNames], written_ns: int
-) -> list[NameChange]:
-    """Return the changes that another program's index lacks, in order.
+class EntryScan:
+    """What the entries of another program's index tell of the changes that it lacks.
 
-    That program had read one of the last indexes of aimage, to which its names are most alike, and
-    has none of the later changes. If the last index differs by a single name more, that may also
-    have been moved back on purpose, unless it is recent.
-
-    Args:
-        entries: The entries of that index.
-        files: The lists of changes, the last one first.
-        written_ns: The time of that index, in nanoseconds.
+    ``files`` are the lists of changes, the last one first.
     """
-    groups = [_collapse(file.iter_changes()) for file in files]
-    names = {name for group in groups for name in group}
-    digests: dict[Hashable, set[Any]] = {name: set() for name in names}
-    for entry in entries if names else ():
-        if (found := digests.get(build_key(get_name(entry)))) is not None:
-            found.add(get_digest(entry))
-    counts = [_count_differences(digests, groups, base) for base in range(len(groups))]
-    base = counts.index(min(counts)) if counts else 0
-    is_written = all(file.is_begun for file in files[:base])
-    if base and counts[0] - counts[base] == 1 and is_written:
-        base = base if abs(written_ns - files[0].time_ns) < _MOMENT else 0
-    return [change for group in reversed(groups[: base + 1]) for change in group.values()]
+
+    def __init__(self, files: Sequence[PendingNames]) -> None:
+        self._files = files
+        self._groups = [_collapse(file.iter_changes()) for file in files]
+        names = {name for group in self._groups for name in group}
+        self._found: dict[Hashable, list[Any]] = {name: [] for name in names}
+        self._theirs, self._left = set[str](), set[str]()
+
+    def visit(self, entries: Iterable[Any]) -> None:
+        """Read further entries of the index."""
+        for entry in entries:
+            annotations = _get_annotations(entry)
+            theirs = annotations.get(mediatype.REF_NAME)
+            if mediatype.CONTAINERD_NAME not in annotations:
+                self._theirs.add(str(theirs))
+            elif theirs is None:
+                self._left.add(str(annotations[mediatype.CONTAINERD_NAME]))
+            if self._found:
+                found = self._found.get(build_key(get_name(entry)))
+                if found is not None:
+                    found.append(entry)
+
+    @property
+    def moved(self) -> set[str]:
+        """The names that skopeo moved (``drop_replaced``)."""
+        return self._left & self._theirs
+
+    def find_lacking(self, written_ns: int) -> list[NameChange]:
+        """Return the changes that the index of that time in nanoseconds lacks, in order.
+
+        Its program had read one of the last indexes of aimage, to which its names are most alike,
+        and has none of the later changes. If the last index differs by a single name more, that
+        one may also have been set back on purpose.
+        """
+        digests = {name: set(map(get_digest, found)) for name, found in self._found.items()}
+        values = [_list_values(self._groups, base) for base in range(len(self._groups))]
+        differing = [
+            {name for name, value in before.items() if value not in (digests[name] or {None})}
+            for before in values
+        ]
+        counts = list(map(len, differing))
+        base = counts.index(min(counts)) if counts else 0
+        is_written = all(file.is_begun for file in self._files[:base])
+        if base and counts[0] - counts[base] == 1 and is_written:
+            names = differing[0] - differing[base]
+            is_recent = abs(written_ns - self._files[0].time_ns) < _MOMENT
+            if all(self._is_set_back(name, base, is_recent=is_recent) for name in names):
+                base = 0
+        groups = reversed(self._groups[: base + 1])
+        return [change for group in groups for change in group.values()]
+
+    def _is_set_back(self, name: Hashable, base: int, *, is_recent: bool) -> bool:
+        """Return True if another program has read the changes of a name, and undone them.
+
+        One that had not read them has the entry before them. One that sets a name makes an entry
+        of its own form, and leaves ours without the name; so the last index does not differ.
+        """
+        changes = [group[name] for group in self._groups[1 : base + 1] if name in group]
+        old, is_removal = changes[-1].old, changes[0].new is None
+        has_own_form = any(not _is_ours(entry) for entry in self._found[name])
+        # A removal leaves nothing that shows what was read
+        return has_own_form and (_is_ours(old) or (is_removal and not is_recent))
 
 
-def _count_differences(
-    digests: Mapping[Hashable, set[Any]],
-    groups: Sequence[Mapping[Hashable, NameChange]],
-    base: int,
-) -> int:
-    """Return how many names have other digests than in the index before the changes of a group."""
+def _list_values(groups: Sequence[Mapping[Hashable, NameChange]], base: int) -> dict[Hashable, Any]:
+    """Return the digests of names in the index before the changes of a group."""
     values: dict[Hashable, Any] = {}
-    for group in groups[:base]:
+    for group in groups[: base + 1]:
         values |= {name: get_digest(change.old) for name, change in group.items()}
-    values |= {name: get_digest(change.old) for name, change in groups[base].items()}
     for group in groups[base + 1 :]:
         for name, change in group.items():
             values.setdefault(name, get_digest(change.new))
-    return sum(value not in (digests[name] or {None}) for name, value in values.items())
+    return values
+
+
+def _is_ours(entry: Any) -> bool:
+    """Return True if an entry is in the form of aimage, which has the name of containerd, too."""
+    return mediatype.CONTAINERD_NAME in _get_annotations(entry)
 
 
 def _collapse(changes: Iterable[NameChange]) -> dict[Hashable, NameChange]:
@@ -68,38 +109,46 @@ def _collapse(changes: Iterable[NameChange]) -> dict[Hashable, NameChange]:
     return net
 
 
-def merge_left(entries: Sequence[Any], changes: Iterable[NameChange]) -> list[Any]:
-    """Return the entries of another program's index with the changes that it lacks.
+def merge_left(
+    entries: Iterable[Any], changes: Iterable[NameChange], changed: set[Hashable] | None = None
+) -> Iterator[Any]:
+    """Yield the entries of another program's index with the changes that it lacks.
 
     An entry that is neither the one before the changes nor ours is that program's, and stays. New
-    names that it lacks are left to the records.
+    names that it lacks are left to the records. Names whose entries differ are added to
+    ``changed``.
     """
-    net, result = _collapse(changes), list[Any]()
+    net = _collapse(changes)
+    if not net:
+        yield from entries
+        return
     for entry in entries:
         name = get_name(entry)
-        change = net.get(build_key(name)) if net and name else None
+        change = net.get(build_key(name)) if name else None
         if change is None or get_digest(change.old) != get_digest(entry):
-            result.append(entry)
-        elif change.new is not None:
-            result.append(change.new)
+            yield entry
+            continue
+        if changed is not None:
+            changed.add(build_key(name))
+        if change.new is not None:
+            yield change.new
             # A further entry of the name has the same digest
             net[build_key(name)] = replace(change, new=None)
-    return result
 
 
-def drop_replaced(entries: Sequence[Any]) -> list[Any]:
-    """Drop our entries of names that skopeo moved.
+def drop_replaced(entries: Iterable[Any], moved: Collection[str]) -> Iterator[Any]:
+    """Yield the entries without ours of names that skopeo moved.
 
     It takes the name from an entry, though not that of containerd, and appends one of its own.
     """
-    marks = [_get_annotations(entry) for entry in entries]
-    ours, theirs = mediatype.CONTAINERD_NAME, mediatype.REF_NAME
-    moved = {str(mark[theirs]) for mark in marks if mark.get(theirs) and ours not in mark}
-    return [
-        entry
-        for entry, mark in zip(entries, marks, strict=True)
-        if theirs in mark or str(mark.get(ours)) not in moved
-    ]
+    if not moved:
+        yield from entries
+        return
+    for entry in entries:
+        annotations = _get_annotations(entry)
+        ours = annotations.get(mediatype.CONTAINERD_NAME)
+        if ours is None or str(ours) not in moved or mediatype.REF_NAME in annotations:
+            yield entry
 
 
 def _get_annotations(entry: Any) -> dict[str, Any]:

@@ -6,8 +6,10 @@ import json
 import os
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from clowder_aimage.errors import FormatError
@@ -16,6 +18,8 @@ from clowder_aimage.oci import read_json
 _SEPARATOR = b",\n"
 # Bytes that are compared or searched together, and those that are written
 _CHUNK, _PIECE = 64 * 1024, 1024 * 1024
+# Entries that are written together
+_MAX_TOGETHER = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +33,28 @@ class EntryLine:
 
 def encode_index(value: dict[str, Any]) -> bytes:
     """Return an index as JSON with an entry a line; the order of all fields is kept."""
-    fields = [f"{json.dumps(key)}: {_encode_field(key, item)}" for key, item in value.items()]
-    return ("{" + ", ".join(fields) + "}\n").encode()
+    return b"".join(iter_encoded(value, value["manifests"]))
 
 
-def _encode_field(key: str, item: Any) -> str:
-    if key != "manifests":
-        return json.dumps(item)
-    return "[\n" + ",\n".join(map(json.dumps, item)) + "\n]"
+def iter_encoded(value: dict[str, Any], entries: Iterable[Any]) -> Iterator[bytes]:
+    """Yield the text of ``encode_index`` in parts, with these entries instead of the index's."""
+    for number, (key, item) in enumerate(value.items()):
+        yield f"{', ' if number else '{'}{json.dumps(key)}: ".encode()
+        if key == "manifests":
+            yield b"[\n"
+            yield from _iter_lines(entries)
+            yield b"\n]"
+        else:
+            yield _encode(item)
+    yield b"}\n"
+
+
+def _iter_lines(entries: Iterable[Any]) -> Iterator[bytes]:
+    """Yield the texts of many entries together."""
+    texts, is_first = map(_encode, entries), True
+    while part := list(islice(texts, _MAX_TOGETHER)):
+        yield (b"" if is_first else _SEPARATOR) + _SEPARATOR.join(part)
+        is_first = False
 
 
 def find_lines(raw: Text, texts: Collection[str]) -> list[EntryLine]:
@@ -93,14 +111,12 @@ def _cut(raw: bytes, start: int, end: int) -> memoryview:
     return memoryview(raw)[start:end]
 
 
-def iter_entries(raw: bytes) -> Iterator[Any]:
-    """Yield the entries of a text, a few of which are parsed together."""
-    position, end = _find_body(raw)
-    while position < end:
-        part_end = raw.find(b"\n", min(position + _CHUNK, end))
-        part = raw[position : min(part_end, end)].rstrip(b",")
+def iter_entries(
+    text: Text, removed: Mapping[bytes, int] = MappingProxyType({}), added: Collection[bytes] = ()
+) -> Iterator[Any]:
+    """Yield the entries of ``exchange_lines``, some of which are parsed together."""
+    for part in _iter_parts(text, removed, added, _CHUNK):
         yield from read_json(b"[" + part + b"]", "index.json")
-        position = part_end + 1
 
 
 def exchange_lines(
@@ -110,11 +126,23 @@ def exchange_lines(
 
     The entries are texts. ``removed`` states how often each one is removed.
     """
+    start, end = _find_body(text)
+    yield text[:start]
+    separator = b""
+    for part in _iter_parts(text, removed, added, _PIECE):
+        yield separator + part
+        separator = _SEPARATOR
+    yield text[end:]
+
+
+def _iter_parts(
+    text: Text, removed: Mapping[bytes, int], added: Collection[bytes], size: int
+) -> Iterator[bytes]:
+    """Yield the lines of ``exchange_lines`` in parts of about ``size`` bytes."""
     position, end = _find_body(text)
-    yield text[:position]
-    counts, is_first = Counter(removed), True
+    counts = Counter(removed)
     while position < end:
-        part_end = min(text.find(b"\n", min(position + _PIECE, end)), end)
+        part_end = min(text.find(b"\n", min(position + size, end)), end)
         part = text[position:part_end].rstrip(b",")
         position = part_end + 1
         if counts:
@@ -126,12 +154,8 @@ def exchange_lines(
                     lines.append(line)
             part = _SEPARATOR.join(lines)
         if part:
-            yield part if is_first else _SEPARATOR + part
-            is_first = False
-    for entry in added:
-        yield entry if is_first else _SEPARATOR + entry
-        is_first = False
-    yield text[end:]
+            yield part
+    yield from added
 
 
 class Text(Protocol):

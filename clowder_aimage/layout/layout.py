@@ -42,16 +42,10 @@ from clowder_aimage.layout.entry_name import (
     list_spellings,
 )
 from clowder_aimage.layout.entry_reader import EntryReader
+from clowder_aimage.layout.fingerprint import compute_fingerprint
 from clowder_aimage.layout.group_commit import GroupCommit
-from clowder_aimage.layout.index import (
-    compute_fingerprint,
-    edit_index,
-    find_entries,
-    iter_index,
-    read_index,
-    write_index,
-    write_pending,
-)
+from clowder_aimage.layout.index import edit_index, write_index, write_pending
+from clowder_aimage.layout.index_file import find_entries, iter_index, read_index
 from clowder_aimage.layout.ingest import (
     FileIngest,
     LinkedBlob,
@@ -617,11 +611,14 @@ class ImageLayout(ContentStore):
 
 
 def _iter_parsed(entries: Iterable[Any]) -> Iterator[tuple[str, Descriptor]]:
+    # Of thousands of entries: without contexts
     for entry in entries:
-        # Malformed entries of other tools are reported by unreadable().
-        with contextlib.suppress(FormatError):
+        try:
             descriptor = Descriptor.from_json(entry, "index.json")
-            yield get_name(entry), descriptor
+        except FormatError:
+            # Malformed entries of other tools are reported by iter_malformed
+            continue
+        yield get_name(entry), descriptor
 
 
 def _is_entry_of(entry: Any, names: Mapping[str, Digest]) -> bool:

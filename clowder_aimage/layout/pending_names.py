@@ -37,6 +37,8 @@ from clowder_aimage.oci import read_json
 
 _DIRECTORY, _INDEX = "pending", "index.json"
 _NAME = re.compile(r"\d+-\d+-\d+")
+# Entries up to which an index is written with every change, and has no list
+SMALL = 1000
 # Bytes of the changes after which the index is written in any case
 MAX_SIZE = 2 * 1024 * 1024
 # Bytes of the changes of a call; larger ones are written to the index
@@ -44,6 +46,8 @@ _MAX_CHANGE = 1024 * 1024
 _MAX_READ = 2 * (MAX_SIZE + _MAX_CHANGE)
 # Files that are kept for processes that have read an earlier index
 _KEPT = 32
+# By their paths, the files of which only the first bytes are read
+_untrusted: dict[str, int] = {}
 _WRITE = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
@@ -244,17 +248,29 @@ class PendingNames:
         data = start + _encode_line(value)
         fd = open_shared(path, _WRITE)
         try:
+            size = os.fstat(fd).st_size
             write_all(fd, data)
             if is_durable:
-                sync_file(fd, path, data_only=True)
+                try:
+                    sync_file(fd, path, data_only=True)
+                except OSError:
+                    _take_back(fd, size, path)
+                    raise
         finally:
             os.close(fd)
         self._raw += data
 
     def remove(self) -> None:
         """Remove the file; ignore errors."""
+        path = os.path.join(self._root, PRIVATE, _DIRECTORY, self.name)
         with contextlib.suppress(OSError):
-            unlink(os.path.join(self._root, PRIVATE, _DIRECTORY, self.name))
+            unlink(path)
+            _untrusted.pop(path, None)
+
+
+def is_large(count: int) -> bool:
+    """Return True if an index of that many entries has a list of changes."""
+    return count > SMALL
 
 
 def build_name(stamp: IndexStamp) -> str:
@@ -300,10 +316,14 @@ def has_pending(root: Path, name: str) -> bool:
 
 
 def read_pending(root: Path, name: str, start: int = 0) -> PendingNames | None:
-    """Return the file of that name, or None without one. Raises OSError, StoreError."""
+    """Return the file of that name; None without one, and if it ends before ``start``.
+
+    Raises OSError, StoreError.
+    """
     path = os.path.join(check_own(root, _DIRECTORY), name)
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        return PendingNames(root, name, read_again(lambda: _read_file(path, start)))
+        raw = read_again(lambda: _read_file(path, start))
+        return None if raw is None else PendingNames(root, name, raw)
     return None
 
 
@@ -344,12 +364,27 @@ def read_since(
     return changes, files[0].position if files else end
 
 
-def _read_file(path: str, start: int) -> bytes:
+def _read_file(path: str, start: int) -> bytes | None:
+    """Return the bytes from an offset; None if the file ends before it, for a line taken back."""
     fd = open_regular(path)
     try:
-        return os.pread(fd, _MAX_READ, start)
+        size = min(os.fstat(fd).st_size, _untrusted.get(path, _MAX_READ))
+        return os.pread(fd, size - start, start) if size >= start else None
     finally:
         os.close(fd)
+
+
+def _take_back(fd: int, size: int, path: str) -> None:
+    """Remove a line that may not be on the disk; ignore errors.
+
+    If that fails, this process does not read the line. Nothing is appended here afterwards: the
+    stamp of the index is missing, so the next change writes that.
+    """
+    _untrusted[path] = size
+    with contextlib.suppress(OSError):
+        os.ftruncate(fd, size)
+        del _untrusted[path]
+        sync_file(fd, path)
 
 
 def _list_names(root: Path) -> set[str]:

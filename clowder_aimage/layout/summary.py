@@ -13,7 +13,7 @@ from clowder_aimage.content.verified_reader import read_all
 from clowder_aimage.errors import AImageError, is_passing
 from clowder_aimage.layout.blob_directory import BlobDirectories
 from clowder_aimage.layout.description import LISTING, DescriptionFiles
-from clowder_aimage.oci import MAX_MANIFEST_SIZE, Descriptor, Digest, Manifest, mediatype
+from clowder_aimage.oci import MAX_MANIFEST_SIZE, Descriptor, Manifest, mediatype
 
 _UNKNOWN = {"size": None, "kind": "?", "family": None, "type": None, "created": None}
 # Characters of a value from a config
@@ -53,7 +53,8 @@ class SummaryReader:
             return value
         try:
             raw = self._read_blob(descriptor)
-            return self.derive(descriptor, Manifest.parse(raw, digest=descriptor.digest))
+            # Of thousands, each is read once
+            return self.derive(descriptor, Manifest.parse_once(raw, descriptor.digest))
         except AImageError as error:
             if not is_passing(error):
                 self._files.add(descriptor.digest, _UNKNOWN)
@@ -92,7 +93,7 @@ class SummaryReader:
         if self._blobs is not None and content.size <= MAX_MANIFEST_SIZE:
             with contextlib.suppress(OSError):
                 raw = self._blobs.read(str(content.digest), content.size + 1)
-                if raw is not None and Digest.of(raw, content.digest.algorithm) == content.digest:
+                if raw is not None and content.digest.matches(raw):
                     return raw
         # Damaged, or in another store
         return read_all(self._store.open(content), content)

@@ -26,8 +26,8 @@ from clowder_aimage.engine.executor import run_io, run_locking
 from clowder_aimage.errors import AImageError, NotFoundError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.digest_scan import iter_blobs
+from clowder_aimage.layout.fingerprint import compute_fingerprint
 from clowder_aimage.layout.gc import Collection, Collector
-from clowder_aimage.layout.index import compute_fingerprint
 from clowder_aimage.layout.layout import index_name
 from clowder_aimage.layout.lease import read_leases
 from clowder_aimage.layout.lock import PRIVATE
@@ -220,15 +220,15 @@ class Evictor:
 
     def _measure(self) -> None:
         disk = self.marks.measure(self._store.root)
-        # Hundreds of thousands of blobs take seconds
-        fingerprint = compute_fingerprint([self._store.root])
+        # Hundreds of thousands of blobs take seconds, and thousands of names a tenth of one
+        fingerprint = compute_fingerprint(self._store.roots)
         if fingerprint is None or fingerprint != self._measured:
             self._measured, self._blob_size = fingerprint, measure_blobs(self._store.root)
+            self._metrics.images.set(sum(1 for _ in self._store.list_tags()))
         self._metrics.free.set(math.nan if disk is None else disk.free)
         self._metrics.size.set(math.nan if disk is None else disk.total)
         self._metrics.bytes.labels("blob").set(self._blob_size)
         self._metrics.bytes.labels("partial").set(measure_partials(self._store.root))
-        self._metrics.images.set(sum(1 for _ in self._store.list_tags()))
 
     async def prune(self, specified: Set[str], records: SpecStore) -> list[str]:
         """Remove the names that were once listed in the files and are not any more; return them.

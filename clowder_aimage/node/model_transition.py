@@ -116,7 +116,10 @@ def apply_store_read(
     state: ModelState, time: float, name: Reference, completeness: Completeness
 ) -> Step:
     """Apply a read of the store; ``name`` is the model's name in it."""
-    state = replace(state, name=name, manifest=completeness.root, is_here=completeness.is_complete)
+    found = name, completeness.root, completeness.is_complete
+    # Hundreds of states are replaced every few seconds, though nothing changes
+    if found != (state.name, state.manifest, state.is_here):
+        state = replace(state, name=name, manifest=found[1], is_here=found[2])
     if not completeness.is_complete:
         return _on_missing(state, time)
     state, actions = _enter_present(state, time)
@@ -326,4 +329,6 @@ def _enter(state: ModelState, phase: str, reason: str | None) -> Step:
     """Return the state in ``phase``, with an announcement if it newly became present or failed."""
     is_new = phase != state.phase and phase in (PRESENT, FAILED)
     actions = (Announce(phase, {"reason": reason} if reason else {}),) if is_new else ()
-    return replace(state, phase=phase, reason=reason), actions
+    if (phase, reason) != (state.phase, state.reason):
+        state = replace(state, phase=phase, reason=reason)
+    return state, actions

@@ -10,7 +10,7 @@ import random
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from clowder_aimage.layout.layout import index_name
 from clowder_aimage.node.eviction import Evictor, map_index_names
 from clowder_aimage.node.metric import NodeMetrics
 from clowder_aimage.node.model_spec import ModelSpec
-from clowder_aimage.node.model_state import Event, ModelStatus
+from clowder_aimage.node.model_state import PRESENT, Event, ModelStatus
 from clowder_aimage.node.model_transition import (
     apply_crash,
     apply_retry,
@@ -72,7 +72,7 @@ class Node:
         # The fingerprint of the files.
         self._fingerprint: object = None
         self._models: dict[str, ModelStatus] = {}
-        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._tasks: dict[str, asyncio.Task[Any]] = {}
         self.evictor = Evictor(service, settings.marks, self.metrics)
         relieve = partial(self.evictor.make_room, keep=self._list_protected)
         self._reconciler = Reconciler(service, self._records, relieve, clock=clock, chance=chance)
@@ -107,7 +107,7 @@ class Node:
     def describe_models(self) -> list[dict[str, Any]]:
         """Return the status of each model by descending priority."""
         timestamp = self._clock()
-        return [model.to_json(timestamp) for model in self._sort_models()]
+        return [model.to_json(timestamp) for model in _sort_models(self._models.values())]
 
     def describe_disk(self) -> dict[str, Any]:
         """Return the usage of the disk, without numbers if it cannot be measured. Blocks."""
@@ -171,10 +171,12 @@ class Node:
                         await self._woken.wait()
                 self._woken.clear()
         finally:
-            tasks = [*self._tasks.values(), *([self._eviction] if self._eviction else [])]
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            # One that ends just now may begin others
+            while tasks := {*self._tasks.values(), *([self._eviction] if self._eviction else [])}:
+                self._eviction = None
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
             for model in self._models.values():
                 model.close()
 
@@ -182,9 +184,16 @@ class Node:
         """Start all actions that are due."""
         await self._read()
         timestamp = self._clock()
-        for model in self._sort_models():
-            if model.state.due <= timestamp and model.spec.name not in self._tasks:
-                self._begin(model)
+        due = [
+            model
+            for name, model in self._models.items()
+            if model.state.due <= timestamp and name not in self._tasks
+        ]
+        present = [model for model in due if model.state.phase == PRESENT]
+        if present:
+            self._begin_looks(present)
+        for model in _sort_models(model for model in due if model.state.phase != PRESENT):
+            self._begin(model)
         await self._check_credentials()
         if self._eviction is None or self._eviction.done():
             self._eviction = asyncio.create_task(self._evict(timestamp))
@@ -249,6 +258,32 @@ class Node:
         if (task := self._tasks.pop(name, None)) is not None:
             task.cancel()
 
+    def _begin_looks(self, models: list[ModelStatus]) -> None:
+        """Look at models that are present, and reconcile those that need it."""
+        task = asyncio.create_task(self._reconciler.look_at(models))
+        self._tasks |= dict.fromkeys((model.spec.name for model in models), task)
+
+        def finish(task: asyncio.Task[list[ModelStatus]]) -> None:
+            for model in models:
+                if self._tasks.get(model.spec.name) is task:
+                    del self._tasks[model.spec.name]
+            if task.cancelled():
+                return
+            rest = models
+            if (error := task.exception()) is not None:
+                _log.error("cannot look at the store", exc_info=error)
+            else:
+                rest = task.result()
+            names = {model.spec.name for model in rest}
+            for model in _sort_models(models):
+                name = model.spec.name
+                if name not in names:
+                    model.handover.close()
+                elif self._models.get(name) is model and name not in self._tasks:
+                    self._begin(model)
+
+        task.add_done_callback(finish)
+
     def _begin(self, model: ModelStatus) -> None:
         name = model.spec.name
         task = asyncio.create_task(self._reconciler.reconcile(model))
@@ -276,18 +311,12 @@ class Node:
         ]
         self._signal(unauthorized, apply_retry)
 
-    def _sort_models(self) -> list[ModelStatus]:
-        return sorted(
-            self._models.values(), key=lambda model: (-model.spec.priority, model.spec.name)
-        )
-
     async def _evict(self, timestamp: float) -> None:
-        names = self._list_names()
         # a file may be incomplete yet valid, and a directory may be mounted late
-        is_settled = timestamp - self._followed_at >= (SETTLE if names else SETTLE_EMPTY)
+        is_settled = timestamp - self._followed_at >= (SETTLE if self._models else SETTLE_EMPTY)
         try:
             if self._may_prune and is_settled:
-                await self.evictor.prune(names, self._records)
+                await self.evictor.prune(self._list_names(), self._records)
             await run_locking(self.evictor.check_disk, self._list_protected)
             if timestamp - self._collected >= (period := self._settings.collect):
                 self._collected = timestamp
@@ -323,6 +352,11 @@ class Node:
         metrics.set_failed(
             Counter(state.failure.code for state in states if state.failure and state.is_troubled)
         )
+
+
+def _sort_models(models: Iterable[ModelStatus]) -> list[ModelStatus]:
+    """Return models by descending priority, and then by their names."""
+    return sorted(models, key=lambda model: (-model.spec.priority, model.spec.name))
 
 
 def is_of(name: str, spec: ModelSpec) -> bool:

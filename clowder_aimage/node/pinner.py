@@ -197,9 +197,7 @@ class Pinner:
                 failed = error
         if failed is None:
             self._kept[spec.name] = values, stamp
-        if manifest is not None and time.monotonic() > self._used.get(spec.name, 0.0):
-            self._used[spec.name] = time.monotonic() + _USE_INTERVAL
-            self._store.use(manifest)
+        self.record_uses((model,))
         with self._lock:
             is_first = not self._failed
             (self._failed.discard if failed is None else self._failed.add)(spec.name)
@@ -208,15 +206,27 @@ class Pinner:
             facts = {"model": spec.name, "reason": failed.message}
             _log.warning("cannot write to the store", extra=facts)
 
+    def record_uses(self, models: Iterable[ModelStatus]) -> None:
+        """Record that models are used, some time after the last record. Raises no error."""
+        for model in models:
+            manifest = model.state.manifest
+            if manifest is not None and not self.is_used(model):
+                self._used[model.spec.name] = time.monotonic() + _USE_INTERVAL
+                self._store.use(manifest)
+
+    def is_used(self, model: ModelStatus) -> bool:
+        """Return True if the use of a model was recorded recently. Does no I/O."""
+        return time.monotonic() <= self._used.get(model.spec.name, 0.0)
+
     def is_kept(self, model: ModelStatus) -> bool:
-        """Return True if ``keep`` has nothing to do since the last ``read_stamp``. Does no I/O."""
+        """Return True if a model is recorded, leased and pinned as far as ``keep`` does that.
+
+        As of the last ``read_stamp``. Does no I/O.
+        """
         spec, name, manifest = model.spec, model.state.name, model.state.manifest
-        is_recorded = self._stamp is not None and self._kept.get(spec.name) == (
-            (spec, name),
-            self._stamp,
-        )
-        is_used = time.monotonic() <= self._used.get(spec.name, 0.0)
-        return is_recorded and is_used and manifest is not None and model.holds(manifest.digest)
+        if self._stamp is None or self._kept.get(spec.name) != ((spec, name), self._stamp):
+            return False
+        return manifest is not None and model.holds(manifest.digest)
 
     def read_stamp(self) -> Hashable:
         """Return the times of change of records and pins; None if they may be changing now."""

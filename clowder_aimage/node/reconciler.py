@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
 from functools import partial
 
@@ -120,6 +120,32 @@ class Reconciler:
         self._registries = RegistryLimiter(service.connection)
         self._pinner = Pinner(service.store, records)
 
+    async def look_at(self, models: Sequence[ModelStatus]) -> list[ModelStatus]:
+        """Look at models that are present; return those that need to be reconciled.
+
+        In an unchanged store that takes a thread for all of them, and no task for each.
+        """
+        await self._refresh()
+        settled = [model for model in models if self._settle(model)]
+        unused = [model for model in settled if not self._pinner.is_used(model)]
+        if unused:
+            await run_io(self._pinner.record_uses, unused)
+        names = {model.spec.name for model in settled}
+        return [model for model in models if model.spec.name not in names]
+
+    def _settle(self, model: ModelStatus) -> bool:
+        """Apply a look at a model if there is nothing to do for it; return False otherwise."""
+        event = self._find_event(model)
+        if event is None or not self._pinner.is_kept(model):
+            return False
+        before, timestamp = model.state, self._clock()
+        after, actions = event(before, timestamp)
+        is_same = (after.name, after.manifest) == (before.name, before.manifest)
+        if actions != (Work.KEEP,) or not is_same:
+            return False
+        model.apply(lambda *_: (after, actions), timestamp)
+        return True
+
     async def reconcile(self, model: ModelStatus) -> None:
         """Perform the actions due for a model. Raises only on internal errors of the node."""
         event: Event | None = await self._look(model)
@@ -156,7 +182,7 @@ class Reconciler:
         return None
 
     async def _keep(self, model: ModelStatus) -> None:
-        if not self._pinner.is_kept(model):
+        if not (self._pinner.is_kept(model) and self._pinner.is_used(model)):
             await run_locking(self._pinner.keep, model)
 
     async def _evict(self, action: Evict) -> Event | None:
@@ -187,9 +213,11 @@ class Reconciler:
         """
         if model.state.phase == UNKNOWN:
             return None
-        async with self._refreshing:
-            if not self._completeness.is_recent:
-                await run_io(self._refresh)
+        await self._refresh()
+        return self._find_event(model)
+
+    def _find_event(self, model: ModelStatus) -> Event | None:
+        """Return the state of a model as of the last refresh, if that is recent."""
         version = model.spec, model.state.name, model.version
         completeness = self._completeness.find_recent(model.spec.name, version)
         if completeness is None:
@@ -198,9 +226,14 @@ class Reconciler:
             transition.apply_store_read, name=model.state.name, completeness=completeness
         )
 
-    def _refresh(self) -> None:
-        self._pinner.read_stamp()
-        self._completeness.refresh()
+    async def _refresh(self) -> None:
+        def refresh() -> None:
+            self._pinner.read_stamp()
+            self._completeness.refresh()
+
+        async with self._refreshing:
+            if not self._completeness.is_recent:
+                await run_io(refresh)
 
     def _read(self, model: ModelStatus) -> Event:
         """Read the state of a model in the store.

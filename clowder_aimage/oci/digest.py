@@ -66,6 +66,10 @@ class Digest:
         hasher.update(data)
         return cls(algorithm, hasher.hexdigest())
 
+    def matches(self, data: bytes) -> bool:
+        """Return True if this is the digest of ``data``."""
+        return hashlib.new(self.algorithm, data).hexdigest() == self.encoded
+
     def create_hasher(self) -> Hasher:
         """Return a new hasher of this digest's algorithm."""
         return create_hasher(self.algorithm)

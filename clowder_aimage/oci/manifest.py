@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import re
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate, islice
 from typing import Any
 
 from clowder_aimage.document.strict_json import MAX_DOCUMENT_SIZE, ParseCache, read_json
@@ -62,7 +64,20 @@ class Manifest:
         Raises:
             FormatError: the bytes are not a manifest, or not one of that media type.
         """
-        document = parse_document(raw, media_type, digest)
+        return cls._check(parse_document(raw, media_type, digest))
+
+    @classmethod
+    def parse_once(cls, raw: bytes, digest: Digest) -> Manifest:
+        """Parse a manifest with a verified digest as ``parse`` does, but keep no value for others.
+
+        Raises FormatError.
+        """
+        if len(raw) > MAX_MANIFEST_SIZE or digest.algorithm != "sha256":
+            return cls.parse(raw, digest=digest)
+        return cls._check(_parse(raw, "", digest))
+
+    @classmethod
+    def _check(cls, document: Manifest | Index) -> Manifest:
         if not isinstance(document, cls):
             raise FormatError(
                 f"{document.media_type} is an index, not a manifest",
@@ -175,22 +190,41 @@ def _split_layers(raw: bytes) -> tuple[bytes, tuple[Descriptor, ...]] | None:
     start, end = raw.find(_LAYERS) + len(_LAYERS), raw.rfind(_END)
     if start < len(_LAYERS) or end < start:
         return None
-    pieces = raw[start:end].split(_SEPARATOR)
     rest = raw[: start - 1] + raw[end + 1 :]
-    if len(pieces) > _MAX_LAYERS or rest.count(b'"layers"') != 1 or b"\\" in rest:
+    if rest.count(b'"layers"') != 1 or b"\\" in rest:
         return None
-    layers = _LAYER_CACHE.parse(pieces)
+    layers = _LAYER_CACHE.parse(raw[start:end])
     return None if layers is None else (rest, layers)
 
 
 class _LayerCache:
-    """Layers by their texts: manifests share most of them, and each text is parsed once."""
+    """Layers by their texts: manifests share most of them, and each text is parsed once.
+
+    Layers at the start of a list that the last one began with, too, are not even divided.
+    """
 
     def __init__(self) -> None:
         self._layers: dict[bytes, Descriptor] = {}
+        # A list: its text, the starts of all layers but the first one, and the layers
+        self._last: tuple[bytes, list[int], tuple[Descriptor, ...]] = b"", [], ()
 
-    def parse(self, texts: list[bytes]) -> tuple[Descriptor, ...] | None:
-        """Return the layers with these texts between their braces; None if one is invalid."""
+    def parse(self, text: bytes) -> tuple[Descriptor, ...] | None:
+        """Return the layers of a list without its outer braces.
+
+        None if one is invalid, or if there are too many.
+        """
+        last, starts, layers = self._last
+        same = bisect_left(starts, True, key=lambda start: not text.startswith(last[:start]))
+        start = starts[same - 1] if same else 0
+        pieces = text[start:].split(_SEPARATOR)
+        if same + len(pieces) > _MAX_LAYERS or (found := self._find(pieces)) is None:
+            return None
+        lengths = (len(piece) + len(_SEPARATOR) for piece in pieces[:-1])
+        new_starts = islice(accumulate(lengths, initial=start), 1, None)
+        self._last = text, [*starts[:same], *new_starts], (*layers[:same], *found)
+        return (*layers[:same], *found)
+
+    def _find(self, texts: list[bytes]) -> tuple[Descriptor, ...] | None:
         known = self._layers
         if new := [text for text in texts if text not in known]:
             if (parsed := _parse_layers(new)) is None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from clowder_aimage.layout import ImageLayout
+from clowder_aimage.layout import ImageLayout, pending_names
 from clowder_aimage.layout import index as index_module
 from tests.content.artifact import put_artifact
 from tests.process import Aimage
@@ -16,7 +16,7 @@ from tests.process import Aimage
 @pytest.fixture
 def here(aimage: Callable[..., Aimage], monkeypatch: pytest.MonkeyPatch) -> Aimage:
     """Return a store whose index is large, and not due for an hour."""
-    monkeypatch.setattr(index_module, "SMALL", 1)
+    monkeypatch.setattr(pending_names, "SMALL", 1)
     monkeypatch.setattr(index_module, "_MIN_INTERVAL", 3600.0)
     found = aimage()
     layout = ImageLayout(found.store)

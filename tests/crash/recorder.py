@@ -364,9 +364,9 @@ def _become(order: dict[str, Any]) -> NoReturn:
 
 def make_large(interval: float) -> None:
     """Take an index of any size for a large one, which is written after an interval in seconds."""
-    from clowder_aimage.layout import index
+    from clowder_aimage.layout import index, pending_names
 
-    index.SMALL, index._MIN_INTERVAL, index._MAX_SHARE = 0, interval, 0
+    pending_names.SMALL, index._MIN_INTERVAL, index._MAX_SHARE = 0, interval, 0
 
 
 def _wait(pid: int, after: float | None) -> int:

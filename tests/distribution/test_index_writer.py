@@ -14,7 +14,7 @@ from clowder_aimage.engine.executor import run_locking
 from clowder_aimage.errors import NoSpaceError
 from clowder_aimage.http import index_writer as module
 from clowder_aimage.http.index_writer import writing_index
-from clowder_aimage.layout import ImageLayout
+from clowder_aimage.layout import ImageLayout, pending_names
 from clowder_aimage.layout import index as index_module
 from clowder_aimage.oci import Reference
 from tests.content.artifact import put_artifact
@@ -25,7 +25,7 @@ parse = Reference.parse
 @pytest.fixture
 def layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ImageLayout:
     """Return a store whose index is large; changes are due at once, also in the background."""
-    monkeypatch.setattr(index_module, "SMALL", 1)
+    monkeypatch.setattr(pending_names, "SMALL", 1)
     monkeypatch.setattr(index_module, "_MIN_INTERVAL", 0.0)
     monkeypatch.setattr(index_module, "_MAX_SHARE", 0)
     monkeypatch.setattr(module, "_INTERVAL", 0.01)

@@ -31,6 +31,7 @@ from clowder_aimage.content.tar import TarReader
 from clowder_aimage.dialect import DIALECTS, READABLE, AImage, Layer, detect
 from clowder_aimage.dialect.license import list_stated_licenses
 from clowder_aimage.document.license_expression import parse_expression
+from clowder_aimage.document.long_list import read_long_list
 from clowder_aimage.document.schema import find_json_positions
 from clowder_aimage.document.strict_json import MAX_DOCUMENT_SIZE
 from clowder_aimage.document.yaml import read_yaml
@@ -54,7 +55,7 @@ from clowder_aimage.formats import torchscript as script
 from clowder_aimage.formats.codes import comfy_quant
 from clowder_aimage.importer import hub_files
 from clowder_aimage.layout.digest_scan import DigestScanner
-from clowder_aimage.layout.index import read_index
+from clowder_aimage.layout.index_file import read_index
 from clowder_aimage.layout.index_text import encode_index, find_changes
 from clowder_aimage.layout.need_table import NeedTable
 from clowder_aimage.layout.pending_names import (
@@ -235,6 +236,13 @@ def tar(n: int) -> bytes:
 def read_tar(n: int, _: Path) -> Action:
     file = io.BytesIO(tar(n))
     return lambda: list(TarReader(file.readinto, "x").iter_members())
+
+
+def read_list(n: int, _: Path) -> Action:
+    """Read a list whose objects have lists, strings and spaces that resemble its separators."""
+    items = b'{"n": [{}, {}]}, {"n": "}, {"}, {"n": {}       }, ' * n
+    raw = b'{"x": [' + items + b"{" + b" " * n + b"}]}"
+    return lambda: list(read_long_list(raw, "x", len(raw), "x", lambda _: None)["x"])
 
 
 def read_stored_index(n: int, root: Path) -> Action:
@@ -619,6 +627,7 @@ CASES: dict[str, Case] = {
         lambda: parse_expression(" OR ".join(["(a AND b)"] * n))
     ),
     "document/schema.py": lambda n, _: lambda: find_json_positions(index(n).decode()),
+    "document/long_list.py": read_list,
     "document/strict_json.py": lambda n, _: lambda: read_json(b"[" + b"[{}]," * n + b"0]", "x"),
     "tensor/config_fields.py": read_fields,
     "tensor/header.py": lambda n, _: lambda: parse_header(header(n)[8:], None),

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from clowder_aimage.errors import FormatError
-from clowder_aimage.layout.index import MAX_INDEX_SIZE
+from clowder_aimage.layout.index_file import MAX_INDEX_SIZE
 from clowder_aimage.oci import mediatype, parse_document, read_json
 from tests.hostile.hostile_corpus import HEX
 from tests.hostile.hostile_server import serving

@@ -10,8 +10,7 @@ import pytest
 
 from clowder_aimage.content.store import build_bytes_body
 from clowder_aimage.errors import StoreError
-from clowder_aimage.layout import ImageLayout
-from clowder_aimage.layout import index as layout_index
+from clowder_aimage.layout import ImageLayout, fingerprint
 from clowder_aimage.layout.completeness import (
     MAX_AGE,
     Completeness,
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 @pytest.fixture
 def settled_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ImageLayout:
     """Return a store without recent changes."""
-    monkeypatch.setattr(layout_index, "_SETTLED", -(10**11))
+    monkeypatch.setattr(fingerprint, "_SETTLED", -(10**11))
     return ImageLayout(tmp_path / "store")
 
 

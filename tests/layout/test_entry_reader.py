@@ -11,7 +11,7 @@ import pytest
 from clowder_aimage.content.mount import Mount
 from clowder_aimage.errors import FormatError
 from clowder_aimage.layout import entry_reader as module
-from clowder_aimage.layout import index as index_module
+from clowder_aimage.layout import index_file
 from clowder_aimage.layout.entry_reader import EntryReader
 from clowder_aimage.layout.index import edit_index
 from clowder_aimage.oci import mediatype
@@ -45,7 +45,7 @@ class Follower:
 
 @pytest.fixture(params=["ext4", "cifs"])
 def follower(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: Any) -> Follower:
-    monkeypatch.setattr(index_module, "find_mount", lambda _: Mount(request.param))
+    monkeypatch.setattr(index_file, "find_mount", lambda _: Mount(request.param))
     with edit_index(tmp_path) as index:
         index["manifests"] += [build_entry(f"m{number}:v1") for number in range(50)]
     found = Follower(tmp_path)

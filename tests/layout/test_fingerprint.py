@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from clowder_aimage.layout import ImageLayout, index
-from clowder_aimage.layout.index import compute_fingerprint
+from clowder_aimage.layout import ImageLayout, fingerprint
+from clowder_aimage.layout.fingerprint import compute_fingerprint
 from clowder_aimage.layout.layered_store import LayeredStore
 from clowder_aimage.layout.metadata import MetadataFiles
 from clowder_aimage.oci import Descriptor, Reference
@@ -31,7 +31,7 @@ def store_with_model(tmp_path: Path) -> ImageLayout:
 @pytest.fixture
 def later(monkeypatch: pytest.MonkeyPatch) -> None:
     """Age all earlier changes."""
-    monkeypatch.setattr(index, "_SETTLED", -(10**11))
+    monkeypatch.setattr(fingerprint, "_SETTLED", -(10**11))
 
 
 def blob(store: ImageLayout) -> Path:

@@ -12,8 +12,9 @@ from typing import Any, NoReturn
 import pytest
 
 from clowder_aimage.errors import AImageError
-from clowder_aimage.layout import ImageLayout
+from clowder_aimage.layout import ImageLayout, index_file
 from clowder_aimage.layout import index as index_module
+from clowder_aimage.layout import index_replacement as replacement
 from clowder_aimage.layout.metadata import MetadataFiles
 from clowder_aimage.oci import Digest, Manifest, Reference, mediatype
 from tests.content.artifact import put_artifact
@@ -86,7 +87,8 @@ def test_other_entries_are_not_parsed(
     def fail(*_: Any) -> NoReturn:
         pytest.fail("the whole index is parsed")
 
-    monkeypatch.setattr(index_module, "_parse", fail)
+    for place in (index_module, index_file):
+        monkeypatch.setattr(place, "parse_index", fail)
     store.tag(model.descriptor, parse("new:v1"))
     assert store.resolve(parse("new:v1")).digest == model.digest
     assert store.resolve(parse(f"x@{model.digest}")).digest == model.digest
@@ -163,7 +165,7 @@ def test_index_is_not_written_larger_than_it_may_be_read(
     store: ImageLayout, model: Manifest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = read_names(store)
-    monkeypatch.setattr(index_module, "MAX_INDEX_SIZE", len(encode_file(store)) + 10)
+    monkeypatch.setattr(replacement, "MAX_INDEX_SIZE", len(encode_file(store)) + 10)
     with pytest.raises(AImageError, match="the limit is"):
         store.tag(model.descriptor, parse("new:v1"))
     assert read_names(store) == before
@@ -281,14 +283,14 @@ def test_a_name_is_kept_where_locks_have_no_effect(
 ) -> None:
     """Another process tags after the last look at the index, before it is replaced."""
     monkeypatch.setattr(fcntl, "flock", lambda *_: None)
-    replace = index_module._replace
+    replace = replacement.replace_file
 
     def replace_late(*arguments: Any, **options: Any) -> Any:
-        monkeypatch.setattr(index_module, "_replace", replace)
+        monkeypatch.setattr(replacement, "replace_file", replace)
         store.tag(model.descriptor, parse("theirs:v1"))
         return replace(*arguments, **options)
 
-    monkeypatch.setattr(index_module, "_replace", replace_late)
+    monkeypatch.setattr(replacement, "replace_file", replace_late)
     store.tag(model.descriptor, parse("ours:v1"))
     assert {"ours:v1", "theirs:v1"} <= read_names(store).keys()
     # A name of another process must not be lost by what is written next

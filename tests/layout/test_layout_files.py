@@ -13,7 +13,8 @@ import pytest
 from clowder_aimage.content import build_bytes_body
 from clowder_aimage.errors import NotFoundError, StoreError, VerificationError
 from clowder_aimage.layout import ImageLayout
-from clowder_aimage.layout.index import edit_index, read_index
+from clowder_aimage.layout.index import edit_index
+from clowder_aimage.layout.index_file import read_index
 from clowder_aimage.oci import Descriptor, Digest, Reference, mediatype
 from tests.content.artifact import BLOB, blob, broken_body, manifest, put, put_artifact
 

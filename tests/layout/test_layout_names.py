@@ -16,8 +16,9 @@ import pytest
 
 from clowder_aimage.errors import NotFoundError, StoreError
 from clowder_aimage.layout import ImageLayout
-from clowder_aimage.layout import index as index_module
+from clowder_aimage.layout import index_replacement as replacement
 from clowder_aimage.layout.index import edit_index
+from clowder_aimage.layout.index_file import read_index_stamp
 from clowder_aimage.oci import Digest, Manifest, Reference, mediatype
 from tests.content.artifact import put_artifact
 from tests.process import run, spawn
@@ -184,7 +185,7 @@ def test_failed_index_write_sets_no_name(
     def full(*_: Any, **__: Any) -> NoReturn:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(index_module, "write_shared", full)
+    monkeypatch.setattr(replacement, "write_shared", full)
     for name in ("a:v1", "c:v1"):
         with pytest.raises(Exception, match="no space left"):
             store.tag(two.descriptor, ref(name))
@@ -281,7 +282,7 @@ def test_index_that_changes_repeatedly_is_merged(
     """Every entry is kept, however often the file changes meanwhile."""
     made = put_artifact(store, "a:v1", b"one")
     theirs: list[Any] = []
-    stamp_of = index_module.read_index_stamp
+    stamp_of = read_index_stamp
 
     def just_before(root: Path) -> tuple[int, ...] | None:
         if len(theirs) < 5:
@@ -289,7 +290,7 @@ def test_index_that_changes_repeatedly_is_merged(
             overwrite(store, *theirs)
         return stamp_of(root)
 
-    monkeypatch.setattr(index_module, "read_index_stamp", just_before)
+    monkeypatch.setattr(replacement, "read_index_stamp", just_before)
     store.tag(made.descriptor, ref("b:v1"))
     assert sorted(listed(store)) == ["a:v1", "b:v1", *(f"theirs{n}:v1" for n in range(5))]
 

@@ -16,7 +16,8 @@ import pytest
 from clowder_aimage.content.file_system import ON_LIMIT, Limit
 from clowder_aimage.content.mount import Mount
 from clowder_aimage.errors import StoreBusyError, StoreError
-from clowder_aimage.layout import ImageLayout, lease, lock
+from clowder_aimage.layout import ImageLayout, index_file, lease, lock
+from clowder_aimage.layout.entry_reader import EntryReader
 from clowder_aimage.layout.gc import Collector
 from clowder_aimage.layout.limit import find_limits
 from clowder_aimage.oci import Descriptor, Reference
@@ -130,6 +131,26 @@ class Locked(io.FileIO):
 
     def read(self, _: int | None = None, /) -> NoReturn:
         raise PermissionError(errno.EACCES, "Permission denied")
+
+
+@pytest.mark.parametrize("kind", ["nfs4", "ext4"])
+def test_an_index_that_another_host_replaced_is_seen_at_once(
+    store: ImageLayout, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NFS remembers the status of a path for up to a minute, and asks the server for an open."""
+    monkeypatch.setattr(index_file, "find_mount", lambda _: Mount(kind))
+    index_file._is_network.cache_clear()
+    reader = EntryReader(store.root, lambda: None)
+    reader.read()
+    path, real = store.root / "index.json", os.stat
+    remembered = real(path)
+    ImageLayout(store.root).tag(store.resolve(NAME), OTHER)
+
+    def remember(place: Any, **options: Any) -> os.stat_result:
+        return remembered if place == path else real(place, **options)
+
+    monkeypatch.setattr(os, "stat", remember)
+    assert (reader.read() is not None) == (kind == "nfs4")
 
 
 def test_a_lease_that_cannot_be_read_is_in_use(store: ImageLayout) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -13,82 +14,33 @@ from typing import Any, NoReturn
 
 import pytest
 
-from clowder_aimage.errors import NoSpaceError, NotFoundError, StoreBusyError
-from clowder_aimage.layout import ImageLayout
+from clowder_aimage.errors import NoSpaceError, NotFoundError, StoreBusyError, StoreError
+from clowder_aimage.layout import ImageLayout, index_file, index_replacement
 from clowder_aimage.layout import index as index_module
 from clowder_aimage.layout import pending_names as module
 from clowder_aimage.layout.entry_reader import EntryReader
 from clowder_aimage.layout.gc import Collector
-from clowder_aimage.layout.index import edit_index, read_index
-from clowder_aimage.layout.index_merge import merge_left
+from clowder_aimage.layout.index import edit_index
 from clowder_aimage.layout.index_text import encode_index, exchange_lines
 from clowder_aimage.layout.layered_store import LayeredStore
 from clowder_aimage.layout.lock import PATIENCE, hold_lock
-from clowder_aimage.layout.pending_names import EntryDifference, NameChange
-from clowder_aimage.oci import Digest, Manifest, Reference, mediatype
+from clowder_aimage.layout.pending_names import EntryDifference
+from clowder_aimage.oci import Digest, Manifest, mediatype
 from tests.content.artifact import put_artifact
+from tests.layout.large_index import (
+    COUNT,
+    Follower,
+    get_name,
+    list_files,
+    parse,
+    read_names,
+    read_pairs,
+    read_written,
+    rewrite,
+)
 from tests.layout.test_index_stamp import _KilledError, kill_at
 
-parse = Reference.parse
-# Names of the store
-COUNT = 8
-
-
-@pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take an index of more than four names for a large one, which is not due for an hour."""
-    monkeypatch.setattr(index_module, "SMALL", 4)
-    monkeypatch.setattr(index_module, "_MIN_INTERVAL", 3600.0)
-
-
-@pytest.fixture
-def models(store: ImageLayout) -> tuple[Manifest, Manifest]:
-    """Two models; names of the first are in an index that is large."""
-    one, two = put_artifact(store, "a:v1", b"one"), put_artifact(store, "b:v1", b"two")
-    for number in range(COUNT - 2):
-        store.tag(one.descriptor, parse(f"m{number}:v1"))
-    store.write_index()
-    assert len(read_written(store)) == COUNT
-    return one, two
-
-
-def read_names(store: ImageLayout) -> dict[str, Digest]:
-    """Return the names as a new process sees them; all ways to read them agree."""
-    names = {name: found.digest for name, found in ImageLayout(store.root).list_tags()}
-    for name, digest in names.items():
-        assert store.resolve(parse(name)).digest == digest
-    changes = EntryReader(store.root, lambda: None).read()
-    assert changes is not None
-    assert {get_name(entry): entry["digest"] for entry in changes.added} == {
-        name: str(digest) for name, digest in names.items()
-    }
-    return names
-
-
-def get_name(entry: Any) -> str:
-    return str(entry["annotations"][mediatype.REF_NAME])
-
-
-def read_written(store: ImageLayout) -> dict[str, str]:
-    """Return the names that other tools see."""
-    value = json.loads((store.root / "index.json").read_bytes())
-    return {get_name(entry): entry["digest"] for entry in value["manifests"]}
-
-
-def rewrite(store: ImageLayout, change: Callable[[dict[str, Any]], object]) -> None:
-    """Write the index as another tool does, which drops fields that it does not know."""
-    value = json.loads((store.root / "index.json").read_bytes())
-    entries = {get_name(entry): entry for entry in value["manifests"]}
-    change(entries)
-    for entry in entries.values():
-        entry.pop("artifactType", None)
-    beside = store.root / "index.foreign"
-    beside.write_text(json.dumps({"schemaVersion": 2, "manifests": [*entries.values()]}))
-    beside.replace(store.root / "index.json")
-
-
-def list_files(store: ImageLayout) -> list[Path]:
-    return sorted((store.root / ".aimage" / "pending").glob("*"))
+pytestmark = pytest.mark.usefixtures("large")
 
 
 # -- when the index is written
@@ -175,7 +127,8 @@ def test_a_change_that_would_exceed_the_limit_of_the_index_is_refused(
     store: ImageLayout, models: tuple[Manifest, Manifest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     size = (store.root / "index.json").stat().st_size
-    monkeypatch.setattr(index_module, "MAX_INDEX_SIZE", size + 100)
+    for place in (index_module, index_replacement):
+        monkeypatch.setattr(place, "MAX_INDEX_SIZE", size + 100)
     with pytest.raises(Exception, match="the limit is"):
         store.tag(models[0].descriptor, parse("new:v1"))
     assert len(read_names(store)) == COUNT
@@ -185,7 +138,7 @@ def test_without_effective_locks_the_index_is_written(
     store: ImageLayout, models: tuple[Manifest, Manifest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store.tag(models[0].descriptor, parse("first:v1"))
-    monkeypatch.setattr(index_module, "_is_locked", lambda _: False)
+    monkeypatch.setattr(index_file, "is_file_locked", lambda *_: False)
     store.tag(models[0].descriptor, parse("second:v1"))
     assert {"first:v1", "second:v1"} <= read_written(store).keys()
     store.tag(models[0].descriptor, parse("third:v1"))
@@ -202,7 +155,7 @@ def test_a_full_disk_does_not_undo_what_is_in_the_list(
     monkeypatch.setattr(index_module, "_MIN_INTERVAL", 0.0)
     monkeypatch.setattr(index_module, "_MAX_SHARE", 0)
     with monkeypatch.context() as patch:
-        patch.setattr(index_module, "write_shared", fill)
+        patch.setattr(index_replacement, "write_shared", fill)
         store.tag(models[1].descriptor, parse("new:v1"))
         with pytest.raises(NoSpaceError):
             store.write_index()
@@ -215,6 +168,65 @@ def test_a_full_disk_does_not_undo_what_is_in_the_list(
     assert "other:v1" not in read_names(store)
     store.tag(models[1].descriptor, parse("last:v1"))
     assert {"new:v1", "last:v1"} <= read_written(store).keys()
+
+
+class Disk:
+    """A disk that fails to synchronise, or also to shorten, files."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *calls: tuple[object, str]) -> None:
+        self.hooks: list[Callable[[], object]] = []
+        for place, name in calls:
+            monkeypatch.setattr(place, name, self.fail)
+
+    def fail(self, *_: Any, **__: Any) -> NoReturn:
+        while self.hooks:
+            self.hooks.pop()()
+        raise OSError(errno.EIO, "Input/output error")
+
+
+@pytest.mark.parametrize("verb", ["tag", "move", "untag"])
+def test_a_change_that_the_disk_did_not_take_is_taken_back(
+    store: ImageLayout,
+    models: tuple[Manifest, Manifest],
+    monkeypatch: pytest.MonkeyPatch,
+    verb: str,
+) -> None:
+    one, two = models
+    store.tag(two.descriptor, parse("before:v1"))
+    before, follower = read_names(store), Follower(store.root)
+    pairs = follower.read()
+    name = parse({"tag": "new:v1", "move": "m1:v1", "untag": "m1:v1"}[verb])
+    with monkeypatch.context() as patch:
+        disk = Disk(patch, (module, "sync_file"))
+        # Another process sees the line before it is taken back
+        disk.hooks.append(follower.read)
+        with pytest.raises(StoreError, match="Input/output"):
+            store.untag(name) if verb == "untag" else store.tag(two.descriptor, name)
+    assert read_names(store) == before
+    assert follower.read() == pairs
+    store.tag(one.descriptor, parse("later:v1"))
+    assert read_names(store) == before | {"later:v1": one.digest}
+    assert follower.read() == read_pairs(store)
+    store.write_index()
+    assert read_written(store).keys() == read_names(store).keys()
+
+
+def test_a_line_that_cannot_be_taken_back_is_not_read(
+    store: ImageLayout, models: tuple[Manifest, Manifest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = models
+    store.tag(two.descriptor, parse("before:v1"))
+    before = read_names(store)
+    with monkeypatch.context() as patch:
+        Disk(patch, (module, "sync_file"), (os, "ftruncate"))
+        with pytest.raises(StoreError, match="Input/output"):
+            store.tag(two.descriptor, parse("m1:v1"))
+        assert read_names(store) == before
+    store.tag(one.descriptor, parse("later:v1"))
+    assert read_names(store) == before | {"later:v1": one.digest}
+    # Nor by other processes, since that change has written the index
+    monkeypatch.setattr(module, "_untrusted", {})
+    assert read_names(store) == before | {"later:v1": one.digest}
 
 
 def test_two_entries_of_a_name_keep_their_order(
@@ -230,6 +242,39 @@ def test_two_entries_of_a_name_keep_their_order(
     assert store.resolve(parse("a:v1")).digest == two.digest
     store.untag(parse("a:v1"))
     assert "a:v1" not in read_names(store)
+
+
+def test_a_tag_that_fails_restores_no_earlier_state(
+    store: ImageLayout, models: tuple[Manifest, Manifest]
+) -> None:
+    _, two = models
+    store.untag(parse("m2:v1"))
+    waiting = PATIENCE.set(0.1)
+    try:
+        with hold_lock(store.root, "lock"), pytest.raises(StoreBusyError):
+            ImageLayout(store.root).tag(two.descriptor, parse("m2:v1"))
+    finally:
+        PATIENCE.reset(waiting)
+    assert "m2:v1" not in read_names(store)
+
+
+def test_an_index_without_exact_times_has_no_list(
+    store: ImageLayout, models: tuple[Manifest, Manifest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    utime = os.utime
+
+    def round_down(path: Any, *, ns: tuple[int, int] | None = None, **options: Any) -> None:
+        if ns is not None:
+            options["ns"] = tuple(time_ns // 10**9 * 10**9 for time_ns in ns)
+        utime(path, **options)
+
+    monkeypatch.setattr(os, "utime", round_down)
+    one, two = models
+    for number in range(4):
+        store.tag((one, two)[number % 2].descriptor, parse("m1:v1"))
+    store.write_index()
+    assert read_written(store)["m1:v1"] == str(two.digest)
+    assert ImageLayout(store.root).resolve(parse("m1:v1")).digest == two.digest
 
 
 # -- torn lines
@@ -267,169 +312,6 @@ def test_lines_of_other_forms_are_ignored(
     assert len(read_names(store)) == COUNT
     store.tag(models[1].descriptor, parse("new:v1"))
     assert len(read_names(store)) == COUNT + 1
-
-
-# -- other programs write the index meanwhile
-
-
-def test_another_tool_takes_nothing_from_the_list(
-    store: ImageLayout, models: tuple[Manifest, Manifest]
-) -> None:
-    one, two = models
-    store.tag(two.descriptor, parse("new:v1"))
-    store.tag(two.descriptor, parse("m1:v1"))
-    store.untag(parse("m2:v1"))
-    before = read_names(store)
-
-    def add(entries: dict[str, Any]) -> None:
-        entries["theirs:v1"] = entries["m0:v1"] | {"annotations": {mediatype.REF_NAME: "theirs:v1"}}
-
-    rewrite(store, add)
-    expected = before | {"theirs:v1": one.digest}
-    assert read_names(store) == expected
-    store.tag(one.descriptor, parse("last:v1"))
-    expected["last:v1"] = one.digest
-    assert read_names(store) == expected
-    store.write_index()
-    assert read_written(store) == {name: str(digest) for name, digest in expected.items()}
-
-
-def test_an_entry_that_another_tool_changed_counts(
-    store: ImageLayout, models: tuple[Manifest, Manifest]
-) -> None:
-    _, two = models
-    third = put_artifact(store, "c:v1", b"three")
-    store.write_index()
-    store.tag(two.descriptor, parse("m1:v1"))
-    store.untag(parse("m2:v1"))
-
-    def change(entries: dict[str, Any]) -> None:
-        for name in ("m1:v1", "m2:v1"):
-            entries[name]["digest"] = str(third.digest)
-
-    rewrite(store, change)
-    for _ in range(2):
-        names = read_names(store)
-        assert names["m1:v1"] == names["m2:v1"] == third.digest
-        store.write_index()
-    assert read_written(store)["m1:v1"] == str(third.digest)
-
-
-@pytest.mark.parametrize(("seconds", "is_theirs"), [(0, False), (60, True)])
-def test_a_name_that_is_moved_back_counts_unless_that_may_be_an_old_index(
-    store: ImageLayout, models: tuple[Manifest, Manifest], seconds: int, is_theirs: bool
-) -> None:
-    one, two = models
-    store.tag(two.descriptor, parse("m1:v1"))
-    store.write_index()
-    written = (store.root / "index.json").stat().st_mtime
-    rewrite(store, lambda entries: entries["m1:v1"].update(digest=str(one.digest)))
-    os.utime(store.root / "index.json", (written + seconds,) * 2)
-    for _ in range(2):
-        assert read_names(store)["m1:v1"] == (one if is_theirs else two).digest
-        store.write_index()
-
-
-def test_a_tool_that_read_an_index_before_several_changes_undoes_none(
-    store: ImageLayout, models: tuple[Manifest, Manifest]
-) -> None:
-    """Of three lists that were written since, whenever it writes its index."""
-    one, two = models
-    path = store.root / "index.json"
-    old = json.loads(path.read_bytes())
-    for number in range(3):
-        store.tag(two.descriptor, parse(f"m{number}:v1"))
-        store.tag(two.descriptor, parse(f"new{number}:v1"))
-        store.untag(parse(f"m{number + 3}:v1"))
-        store.write_index()
-    before = read_names(store)
-    old["manifests"].append(entry := json.loads(json.dumps(old["manifests"][0])))
-    entry["annotations"] = {mediatype.REF_NAME: "theirs:v1"}
-    path.write_text(json.dumps(old))
-    os.utime(path, (time.time() + 60,) * 2)
-    for _ in range(2):
-        assert read_names(store) == before | {"theirs:v1": one.digest}
-        store.write_index()
-
-
-def test_a_tool_that_read_the_last_index_may_move_names_back(
-    store: ImageLayout, models: tuple[Manifest, Manifest]
-) -> None:
-    one, two = models
-    store.tag(two.descriptor, parse("m1:v1"))
-    store.tag(two.descriptor, parse("m2:v1"))
-    store.tag(two.descriptor, parse("new:v1"))
-    store.write_index()
-    rewrite(store, lambda entries: entries["m1:v1"].update(digest=str(one.digest)))
-    names = read_names(store)
-    assert names["m1:v1"] == one.digest
-    assert names["m2:v1"] == names["new:v1"] == two.digest
-
-
-def test_an_index_that_disappears_is_restored(
-    store: ImageLayout, models: tuple[Manifest, Manifest]
-) -> None:
-    store.tag(models[1].descriptor, parse("new:v1"))
-    before = read_names(store)
-    (store.root / "index.json").unlink()
-    assert read_names(store) == before
-    assert store.write_index() == len(before)
-    assert read_written(store).keys() == before.keys()
-
-
-def test_a_write_of_another_tool_while_the_index_is_written_is_merged(
-    store: ImageLayout, models: tuple[Manifest, Manifest], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one, two = models
-    store.tag(two.descriptor, parse("new:v1"))
-    store.untag(parse("m2:v1"))
-    expected = read_names(store)
-
-    def exchange_late(*arguments: Any) -> Any:
-        def add(entries: dict[str, Any]) -> None:
-            entries["theirs:v1"] = entries["m0:v1"] | {
-                "annotations": {mediatype.REF_NAME: "theirs:v1"}
-            }
-
-        if "theirs:v1" not in read_written(store):
-            rewrite(store, add)
-        return exchange_lines(*arguments)
-
-    monkeypatch.setattr(index_module, "exchange_lines", exchange_late)
-    store.write_index()
-    monkeypatch.undo()
-    assert read_names(store) == expected | {"theirs:v1": one.digest}
-
-
-@pytest.mark.parametrize(
-    ("theirs", "expected"),
-    [
-        ([("x", 1)], [("x", 2)]),
-        ([("x", 2)], [("x", 2)]),
-        ([("x", 3)], [("x", 3)]),
-        ([("x", 1), ("x", 1)], [("x", 2)]),
-        ([("gone", 1)], []),
-        ([("gone", 3)], [("gone", 3)]),
-        ([("gone:latest", 1)], []),
-        ([("new", 3)], [("new", 3)]),
-        ([("other", 1), ("x", 1)], [("other", 1), ("x", 2)]),
-        ([], []),
-    ],
-)
-def test_entries_of_another_tool_are_compared_with_both_sides(
-    theirs: list[tuple[str, int]], expected: list[tuple[str, int]]
-) -> None:
-    def build(name: str, digest: int) -> dict[str, Any]:
-        return {"digest": f"sha256:{digest}", "annotations": {mediatype.REF_NAME: name}}
-
-    changes = [
-        NameChange("x", build("x", 1), build("x", 7)),
-        NameChange("x", build("x", 7), build("x", 2)),
-        NameChange("gone", build("gone", 1), None),
-        NameChange("new", None, build("new", 2)),
-    ]
-    found = merge_left([build(*item) for item in theirs], changes)
-    assert found == [build(*item) for item in expected]
 
 
 # -- kills
@@ -493,30 +375,6 @@ def test_no_kill_loses_or_invents_a_name(
 
 
 # -- readers
-
-
-class Follower:
-    """A process that applies each change to the entries that it has."""
-
-    def __init__(self, root: Path) -> None:
-        self.reader = EntryReader(root, lambda: None)
-        self.entries: list[str] = []
-        self.wholes = 0
-
-    def read(self) -> set[tuple[str, str]]:
-        changes = self.reader.read()
-        if changes is not None and changes.removed is None:
-            self.entries, self.wholes = [], self.wholes + 1
-        if changes is not None:
-            for entry in changes.removed or ():
-                self.entries.remove(json.dumps(entry))
-            self.entries += map(json.dumps, changes.added)
-        found = [json.loads(entry) for entry in self.entries]
-        return {(get_name(entry), entry["digest"]) for entry in found}
-
-
-def read_pairs(store: ImageLayout) -> set[tuple[str, str]]:
-    return {(get_name(entry), entry["digest"]) for entry in read_index(store.root)["manifests"]}
 
 
 def test_a_reader_follows_the_lists_of_several_indexes(
@@ -647,120 +505,3 @@ def test_texts_are_exchanged_as_values_are(rng: random.Random) -> None:
             left.remove(entry)
         assert sorted(value["manifests"], key=str) == sorted([*left, *added], key=str)
         assert text == encode_index(value)
-
-
-# -- other tools and processes between the steps
-
-
-def test_an_entry_whose_fields_another_tool_has_ordered_is_changed(
-    store: ImageLayout, models: tuple[Manifest, Manifest]
-) -> None:
-    _, two = models
-    path = store.root / "index.json"
-    value = json.loads(path.read_bytes())
-    for entry in value["manifests"]:
-        # As Go writes the fields of a descriptor
-        entry["artifactType"] = entry.pop("artifactType", "application/vnd.test")
-    beside = store.root / "index.foreign"
-    beside.write_text(json.dumps(value))
-    beside.replace(path)
-    store.tag(two.descriptor, parse("x:v1"))
-    store.tag(two.descriptor, parse("m1:v1"))
-    store.untag(parse("m2:v1"))
-    store.write_index()
-    names = read_names(store)
-    assert "m2:v1" not in names and names["m1:v1"] == two.digest
-    assert read_written(store) == {name: str(digest) for name, digest in names.items()}
-
-
-def test_an_old_index_that_appears_while_one_is_written_undoes_nothing(
-    store: ImageLayout, models: tuple[Manifest, Manifest], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, two = models
-    path = store.root / "index.json"
-    stale = path.read_bytes()
-    store.tag(two.descriptor, parse("m1:v1"))
-    store.untag(parse("m2:v1"))
-    store.write_index()
-    store.tag(two.descriptor, parse("m3:v1"))
-
-    def interrupted(*given: Any) -> Any:
-        monkeypatch.undo()
-        beside = store.root / "index.foreign"
-        beside.write_bytes(stale)
-        beside.replace(path)
-        return exchange_lines(*given)
-
-    monkeypatch.setattr(index_module, "exchange_lines", interrupted)
-    store.write_index()
-    names = read_names(store)
-    assert names["m1:v1"] == names["m3:v1"] == two.digest
-    assert "m2:v1" not in names
-
-
-def test_a_tag_that_fails_restores_no_earlier_state(
-    store: ImageLayout, models: tuple[Manifest, Manifest]
-) -> None:
-    _, two = models
-    store.untag(parse("m2:v1"))
-    waiting = PATIENCE.set(0.1)
-    try:
-        with hold_lock(store.root, "lock"), pytest.raises(StoreBusyError):
-            ImageLayout(store.root).tag(two.descriptor, parse("m2:v1"))
-    finally:
-        PATIENCE.reset(waiting)
-    assert "m2:v1" not in read_names(store)
-
-
-@pytest.mark.parametrize("count", [2, 20])
-def test_names_that_were_removed_together_do_not_return_with_an_old_index(
-    store: ImageLayout, models: tuple[Manifest, Manifest], count: int
-) -> None:
-    one, _ = models
-    for number in range(20):
-        store.tag(one.descriptor, parse(f"n{number}:v1"))
-    store.write_index()
-    stale = (store.root / "index.json").read_bytes()
-    store.remove_names({f"n{number}:v1": one.digest for number in range(count)})
-    beside = store.root / "index.foreign"
-    beside.write_bytes(stale)
-    beside.replace(store.root / "index.json")
-    left = {name for name in read_names(store) if name.startswith("n")}
-    assert left == {f"n{number}:v1" for number in range(count, 20)}
-
-
-def test_a_name_that_skopeo_moves_is_moved(
-    store: ImageLayout, models: tuple[Manifest, Manifest]
-) -> None:
-    """It takes one of two annotations from our entry, and appends an entry of its own."""
-    _, two = models
-    path = store.root / "index.json"
-    value = json.loads(path.read_bytes())
-    (ours,) = (entry for entry in value["manifests"] if get_name(entry) == "m1:v1")
-    del ours["annotations"][mediatype.REF_NAME]
-    theirs = two.descriptor.to_json() | {"annotations": {mediatype.REF_NAME: "m1:v1"}}
-    value["manifests"].append(theirs)
-    beside = store.root / "index.foreign"
-    beside.write_text(json.dumps(value))
-    beside.replace(path)
-    assert store.resolve(parse("m1:v1")).digest == two.digest
-    assert dict(store.list_tags())["m1:v1"].digest == two.digest
-
-
-def test_an_index_without_exact_times_has_no_list(
-    store: ImageLayout, models: tuple[Manifest, Manifest], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    utime = os.utime
-
-    def round_down(path: Any, *, ns: tuple[int, int] | None = None, **options: Any) -> None:
-        if ns is not None:
-            options["ns"] = tuple(time_ns // 10**9 * 10**9 for time_ns in ns)
-        utime(path, **options)
-
-    monkeypatch.setattr(os, "utime", round_down)
-    one, two = models
-    for number in range(4):
-        store.tag((one, two)[number % 2].descriptor, parse("m1:v1"))
-    store.write_index()
-    assert read_written(store)["m1:v1"] == str(two.digest)
-    assert ImageLayout(store.root).resolve(parse("m1:v1")).digest == two.digest

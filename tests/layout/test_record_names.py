@@ -14,7 +14,7 @@ from clowder_aimage.errors import StoreError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout import metadata as record_module
 from clowder_aimage.layout.gc import Collector
-from clowder_aimage.layout.index import read_index
+from clowder_aimage.layout.index_file import read_index
 from clowder_aimage.layout.metadata import MetadataFiles, build_file_name
 from clowder_aimage.oci import Reference
 from tests import process

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import pytest
 
 from clowder_aimage.errors import StoreError
-from clowder_aimage.layout import index
+from clowder_aimage.layout import fingerprint
 from clowder_aimage.layout.completeness import MAX_AGE, Completeness
 from clowder_aimage.layout.snapshot import StoreSnapshot
 from clowder_aimage.node import eviction, pinner, reconciler
+from clowder_aimage.node.reconciler import Reconciler
 from clowder_aimage.oci import Reference
 from tests.node.publisher import Publisher
 from tests.node.test_node_clock import Bench, want
@@ -20,6 +21,7 @@ from tests.store import pass_tick
 
 if TYPE_CHECKING:
     from clowder_aimage.node.model_spec import ModelSpec
+    from clowder_aimage.node.model_state import ModelStatus
 
 
 @pytest.fixture
@@ -38,7 +40,7 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.fixture
 def settled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make all earlier changes of the store appear old."""
-    monkeypatch.setattr(index, "_SETTLED", -(10**11))
+    monkeypatch.setattr(fingerprint, "_SETTLED", -(10**11))
 
 
 async def idle(home: Path, publisher: Publisher, count: int = 2) -> tuple[Bench, list[str]]:
@@ -267,3 +269,32 @@ def test_a_recently_changed_store_is_checked_again(
 
     asyncio.run(play())
     assert len(looks) == 1
+
+
+def test_present_models_are_looked_at_together(
+    tmp_path: Path, publisher: Publisher, monkeypatch: pytest.MonkeyPatch, settled: None
+) -> None:
+    """A model that needs more than a look is reconciled by itself."""
+    reconciled = list[str]()
+    reconcile = Reconciler.reconcile
+
+    async def record(self: Reconciler, model: ModelStatus) -> None:
+        reconciled.append(model.spec.name)
+        await reconcile(self, model)
+
+    async def play() -> None:
+        monkeypatch.setattr(pinner, "_SETTLED", -(10**11))
+        monkeypatch.setattr(pinner, "_STAMP_AGE", -1.0)
+        bench, names = await idle(tmp_path, publisher, count=3)
+        await bench.turn(11.0)
+        monkeypatch.setattr(Reconciler, "reconcile", record)
+        await bench.turn(11.0)
+        assert reconciled == []
+        assert {one["state"] for one in bench.node.describe_models()} == {"present"}
+        bench.store.untag(Reference.parse(names[1]))
+        publisher.refuse(lambda passed: True, 501)
+        await bench.turn(11.0)
+        assert names[1] in reconciled
+        assert bench.node.list_missing() == [names[1]]
+
+    asyncio.run(play())

@@ -27,7 +27,7 @@ from clowder_aimage.api.service import Readiness, make_service
 from clowder_aimage.api.worker_role import WorkerRole
 from clowder_aimage.engine.settings import Settings
 from clowder_aimage.http.app import build_app
-from clowder_aimage.layout import ImageLayout, index
+from clowder_aimage.layout import ImageLayout, fingerprint
 from clowder_aimage.registry import ClientOptions
 from tests.layout.test_record_names import break_calls
 from tests.process import run
@@ -130,7 +130,7 @@ def test_a_probe_checks_blobs_again_only_after_a_change(
     store.pins.put("tiny:latest", {}, durable=False)
     exists = store.exists
     # all changes are old
-    monkeypatch.setattr(index, "_SETTLED", -(10**11))
+    monkeypatch.setattr(fingerprint, "_SETTLED", -(10**11))
 
     def looked(blob: Any) -> bool:
         seen.append(blob)
@@ -154,7 +154,7 @@ def test_a_model_is_missing_only_while_the_index_is_unreadable(
     stocked: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = ImageLayout(stocked)
-    monkeypatch.setattr(index, "_SETTLED", -(10**11))
+    monkeypatch.setattr(fingerprint, "_SETTLED", -(10**11))
     readiness = Readiness(store)
     with monkeypatch.context() as broken:
         break_calls(broken, "open", store.root / "index.json")
