@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from clowder_aimage.content.copy_option import CopyOptions
 from clowder_aimage.errors import AccessError
@@ -46,14 +46,14 @@ class FileStream(ABC):
     def record_sent(self, count: int, /) -> None: ...
 
 
-@runtime_checkable
-class WrittenStream(Protocol):
+class WrittenStream(ABC):
     """A stream that others read where its bytes are written.
 
     ``record_written`` is called, by one thread at a time, with the bytes that have been written
     since the last call. Every byte is written before the stream is closed, unless a write fails.
     """
 
+    @abstractmethod
     def record_written(self, count: int, /) -> None: ...
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from clowder_aimage.content.store import WrittenStream
 from clowder_aimage.content.write_behind import _MAX_BUFFERS, BufferPool, WriteBehind
 
 
@@ -73,7 +74,7 @@ def test_a_connection_goes_on_while_its_buffers_are_written(
     assert ingest.written == bytes(range(_MAX_BUFFERS + 10))
 
 
-class Stream(io.BytesIO):
+class Stream(io.BytesIO, WrittenStream):
     """A stream that is told what of it is written."""
 
     def __init__(self) -> None:
