@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from clowder_aimage.content.copy import push_blobs
 from clowder_aimage.content.copy_option import CopyOptions
-from clowder_aimage.content.store import Body, Reader, Source, Target
+from clowder_aimage.content.store import Body, OnWritten, Reader, Source, Target
 from clowder_aimage.content.verified_reader import VerifyingReader, check
 from clowder_aimage.errors import NotFoundError, VerificationError
 from clowder_aimage.oci import Descriptor, Digest, Reference
@@ -81,11 +81,19 @@ class MemoryIngest:
             offset = max(offset, end)
         return [*spans, (offset, self._size)] if offset < self._size else spans
 
-    def write_at(self, offset: int, data: bytes | bytearray | memoryview, /) -> None:
+    def write_at(
+        self,
+        offset: int,
+        data: bytes | bytearray | memoryview,
+        /,
+        on_written: OnWritten | None = None,
+    ) -> None:
         end = offset + len(data)
         self._data.extend(bytes(max(0, end - len(self._data))))
         self._data[offset:end] = data
         self._written.append((offset, end))
+        if on_written is not None:
+            on_written(None)
 
     def checkpoint(self) -> None:
         pass

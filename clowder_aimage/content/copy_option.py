@@ -19,8 +19,8 @@ class CopyEvent:
     ``kind`` is ``plan`` (the total of blobs and bytes), ``skip`` (already in the target),
     ``start``, ``progress`` (``count`` more bytes; negative when a retry starts over), ``wait`` (for
     the process ``count`` that writes the blob, 0 if unknown) or ``done``. A mounted blob has the
-    events ``start``, ``skip`` and ``done``. A ``progress`` of more than a chunk counts bytes from
-    an earlier run.
+    events ``start``, ``skip`` and ``done``. A ``progress`` of more than LARGEST_READ counts bytes
+    from an earlier run.
     """
 
     kind: str

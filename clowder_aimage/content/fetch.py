@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
+from clowder_aimage.content.buffer import CHUNK_SIZE, LARGEST_READ
 from clowder_aimage.content.chunk import (
     MEASURING_TIME,
     BlobTransfer,
@@ -27,18 +28,23 @@ from clowder_aimage.content.chunk import (
 from clowder_aimage.content.copy_option import CopyEvent, CopyOptions
 from clowder_aimage.content.parallel import ParallelStoppedError, run_parallel
 from clowder_aimage.content.store import ContentStore, IngestBusyError, Source
-from clowder_aimage.content.write_behind import BEHIND_SIZE, BufferPool, WriteBehind
+from clowder_aimage.content.write_behind import (
+    BEHIND_SIZE,
+    EXTRA_BUFFERS,
+    BufferPool,
+    WriteBehind,
+)
 from clowder_aimage.errors import NoSpaceError, VerificationError
 from clowder_aimage.oci import Descriptor, Digest
 
 # Bytes that a copy leaves free
 RESERVE = 16 * 1024 * 1024
-# Bytes of a large blob between two checkpoints
-NOTED = 16 * 1024 * 1024
-# Bytes of a read of one of many connections
-_SMALL_READ = 256 * 1024
-# Connections whose buffers are small in memory, even if they are filled
-_FEW = 8
+# Bytes of a large blob between two checkpoints. A read more may be written before the next one.
+NOTED = 12 * 1024 * 1024
+# Bytes of the smallest read of a large blob, and of all buffers that are filled
+_SMALL_READ, _FILLED = 256 * 1024, 12 * 1024 * 1024
+# Seconds of a read: progress is shown after each one
+_QUICK, _SLOW = 0.1, 0.4
 # Seconds after which a process that is waited for is reported
 _NOTICE = 2.0
 # Seconds between checks of a blob that another process fetches
@@ -325,7 +331,7 @@ class BlobDownload:
 
     def _read(self, blob: BlobTransfer, chunk: Chunk, writes: WriteBehind) -> None:
         """Stream a chunk into the ingest, up to its end. Another connection may reduce the end."""
-        content, noted = blob.content, chunk.at
+        content, noted, step = blob.content, chunk.at, CHUNK_SIZE
         write = writes.write if content.size >= BEHIND_SIZE else writes.write_now
         opened = self._source.open(content, chunk.at, chunk.left)
         with opened as reader, writes.flushing(reader):
@@ -339,8 +345,10 @@ class BlobDownload:
                 if self._stopped:
                     raise ParallelStoppedError
                 buffer = writes.take()
-                size = min(chunk.left, self._read_size(blob, buffer))
+                size = min(chunk.left, step, self._find_largest_read(blob))
+                started = time.monotonic()
                 count = reader.readinto(buffer[:size])
+                step = _adapt_step(step, time.monotonic() - started)
                 if not count:
                     raise VerificationError(f"{content.digest} ended after {chunk.at} bytes")
                 write(blob.ingest, chunk.at, buffer, count)
@@ -351,10 +359,12 @@ class BlobDownload:
                     writes.checkpoint(blob.ingest)
                     noted = chunk.at
 
-    def _read_size(self, blob: BlobTransfer, buffer: memoryview) -> int:
+    def _find_largest_read(self, blob: BlobTransfer) -> int:
         """Return the most bytes of one read: many connections use little of their buffers."""
-        is_one_of_many = blob.is_large and self._large > _FEW
-        size = _SMALL_READ if is_one_of_many else len(buffer)
+        size = CHUNK_SIZE
+        if blob.is_large:
+            share = _FILLED // (self._large + EXTRA_BUFFERS) // _SMALL_READ * _SMALL_READ
+            size = min(LARGEST_READ, max(_SMALL_READ, share))
         return min(size, self._rate.burst) if self._rate else size
 
     def _record(self, blob: BlobTransfer, count: int) -> None:
@@ -386,3 +396,10 @@ class BlobDownload:
                 self._pending.appendleft(content)
             return
         self._on_event(CopyEvent("done", content, content.size))
+
+
+def _adapt_step(step: int, seconds: float) -> int:
+    """Return the bytes of the next read, after one of ``step`` bytes took so many seconds."""
+    if seconds < _QUICK:
+        return min(2 * step, LARGEST_READ)
+    return max(step // 2, _SMALL_READ) if seconds > _SLOW else step

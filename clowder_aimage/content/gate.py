@@ -7,6 +7,7 @@ one. Who asks, and what is demanded, is decided above them (``trust/gate.py``).
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Protocol
@@ -50,11 +51,30 @@ class Gate(Protocol):
 # Returns the gate of this process; set once by the user's configuration.
 GATES: list[Callable[[], Gate | None]] = []
 _is_unchecked: ContextVar[bool] = ContextVar("is_unchecked", default=False)
+# Seconds for which a gate counts for the blobs of one copy, of which there are hundreds a second
+_MAX_AGE = 0.1
 
 
 def find_gate() -> Gate | None:
     """Return the gate, None without a policy. Raises UsageError: the policy cannot be used."""
     return GATES[0]() if GATES and not _is_unchecked.get() else None
+
+
+class RecentGate:
+    """The gate for blobs of a manifest that it has admitted: it looks at its files now and then."""
+
+    def __init__(self) -> None:
+        self._found: tuple[float, Gate | None] | None = None
+
+    def find(self) -> Gate | None:
+        """Return the gate, as ``find_gate`` did at most _MAX_AGE ago."""
+        if _is_unchecked.get():
+            return None
+        now, found = time.monotonic(), self._found
+        if found is None or now - found[0] > _MAX_AGE:
+            # A thread that finds it at the same time finds the same, or a newer one.
+            found = self._found = now, find_gate()
+        return found[1]
 
 
 @contextlib.contextmanager

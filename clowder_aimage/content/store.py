@@ -10,11 +10,11 @@ from __future__ import annotations
 import contextlib
 import io
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from clowder_aimage.content.copy_option import CopyOptions
 from clowder_aimage.errors import AccessError, NotFoundError
@@ -48,14 +48,14 @@ class FileStream(ABC):
     def record_sent(self, count: int, /) -> None: ...
 
 
-@runtime_checkable
-class WrittenStream(Protocol):
+class WrittenStream(ABC):
     """A stream that others read where its bytes are written.
 
     ``record_written`` is called, by one thread at a time, with the bytes that have been written
     since the last call. Every byte is written before the stream is closed, unless a write fails.
     """
 
+    @abstractmethod
     def record_written(self, count: int, /) -> None: ...
 
 
@@ -240,17 +240,30 @@ class IngestBusyError(AccessError):
     """Another process is writing the blob."""
 
 
+OnWritten = Callable[[BaseException | None], None]
+
+
 class Ingest(Protocol):
     """A blob being written. Ranges may arrive in any order; commit makes the blob visible."""
 
     def list_missing(self) -> list[tuple[int, int]]:
         """Return the ranges [start, end) of the expected size that have not been written yet."""
 
-    def write_at(self, offset: int, data: bytes | bytearray | memoryview, /) -> None:
-        """Write ``data`` at ``offset``."""
+    def write_at(
+        self,
+        offset: int,
+        data: bytes | bytearray | memoryview,
+        /,
+        on_written: OnWritten | None = None,
+    ) -> None:
+        """Write ``data`` at ``offset``.
+
+        With ``on_written``, the data may be written later; it must not change until then. That is
+        called once, perhaps in another thread, with the error if there was one.
+        """
 
     def checkpoint(self) -> None:
-        """Make the bytes written so far durable."""
+        """Keep the bytes written so far, if the process is killed; make them durable at times."""
 
     def digest(self, algorithm: str = "sha256") -> Digest:
         """Return the digest of the bytes so far, if they were written in order."""

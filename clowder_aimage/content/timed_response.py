@@ -152,9 +152,12 @@ class TimedResponse(http.client.HTTPResponse):
         *args: Any,
         received: bytes = b"",
         since: float | None = None,
+        head: ResponseHead | None = None,
         **kwargs: Any,
     ) -> None:
+        """Begin a response; ``received`` are its first bytes, without a ``head`` that is parsed."""
         super().__init__(sock, *args, **kwargs)
+        self._head = head
         self._timed = TimedReader(self.fp.detach(), sock, received, since)
         self.allow, self.timeout = self._timed.allow, self._timed.timeout
         self.fp = io.BufferedReader(self._timed)
@@ -170,13 +173,14 @@ class TimedResponse(http.client.HTTPResponse):
 
     def _begin_plain(self) -> bool:
         """Read a plain head with a declared length; else read nothing, and return False."""
-        head = parse_head(self.fp.peek(1), self._method)
+        head = self._head
         if head is None:
-            return False
+            if (head := parse_head(self.fp.peek(1), self._method)) is None:
+                return False
+            self.fp.read(head.size)
         message = http.client.HTTPMessage()
         for name, value in head.pairs:
             message.set_raw(name, value)
-        self.fp.read(head.size)
         self.headers, self.pairs = message, head.pairs
         self.msg = message
         self.code = self.status = head.status

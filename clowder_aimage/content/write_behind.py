@@ -1,7 +1,7 @@
 """Writes of a connection that receives more meanwhile.
 
-Receiving, and hashing while writing, take about the same time: one after the other, each waits half
-of it for the other one.
+Receiving, hashing and writing take about the same time: one after the other, each waits for the
+other two most of the time.
 """
 
 from __future__ import annotations
@@ -9,15 +9,13 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
-from clowder_aimage.content.buffer import new_buffer
+from clowder_aimage.content.buffer import LARGEST_READ, new_buffer
 from clowder_aimage.content.store import Ingest, Reader, WrittenStream
-
-if TYPE_CHECKING:
-    from concurrent.futures import Future, ThreadPoolExecutor
 
 # Bytes. A smaller blob costs more to hand to another thread than to write.
 BEHIND_SIZE = 4 * 1024 * 1024
@@ -44,7 +42,8 @@ class BufferPool:
         try:
             return self._idle.pop()
         except IndexError:
-            return new_buffer()
+            # It takes no memory before it is filled
+            return new_buffer(LARGEST_READ)
 
     def take_extra(self) -> memoryview | None:
         """Return another buffer, if there is any."""
@@ -57,6 +56,17 @@ class BufferPool:
             self._extra.release(count - 1)
 
 
+@dataclass(slots=True, eq=False)
+class _Write:
+    """A write of the first ``count`` bytes of a buffer."""
+
+    ingest: Ingest
+    offset: int
+    buffer: memoryview
+    count: int
+    has_ended: bool = False
+
+
 class WriteBehind:
     """The buffers of one connection, and the threads that write and synchronise its large blobs."""
 
@@ -64,14 +74,18 @@ class WriteBehind:
         self._pool = pool
         self._free: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
         self._count = 0
-        # One thread that writes in order, and one for checkpoints
-        self._threads: list[ThreadPoolExecutor] = []
-        self._checkpoint: Future[None] | None = None
+        # Calls of the thread that hashes in order, and the end of it
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._checkpoint: threading.Thread | None = None
         self._error: BaseException | None = None
         # The recent share of buffers that were not free
         self._waits = 0.0
-        # Called with the bytes of each write
+        # Called with the bytes of each write, in order
         self._record: Callable[[int], None] | None = None
+        # Writes that have not ended, or not those before them
+        self._writes: deque[_Write] = deque()
+        self._ended = threading.Condition()
 
     @property
     def is_behind(self) -> bool:
@@ -97,17 +111,27 @@ class WriteBehind:
     def write(self, ingest: Ingest, offset: int, buffer: memoryview, count: int) -> None:
         """Write the first bytes of a buffer that was taken, later."""
         self._raise()
-        self._submit(0, partial(self._write, ingest, offset, buffer, count))
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="aimage-ingest")
+            self._thread.start()
+        write = _Write(ingest, offset, buffer, count)
+        with self._ended:
+            self._writes.append(write)
+        self._calls.put(partial(self._write, write))
 
     def write_now(self, ingest: Ingest, offset: int, buffer: memoryview, count: int) -> None:
         """Write the first bytes of a buffer that was taken."""
-        self._write_at(ingest, offset, buffer, count)
+        ingest.write_at(offset, buffer[:count])
+        if self._record is not None:
+            self._record(count)
         self._free.put(buffer)
 
     def checkpoint(self, ingest: Ingest) -> None:
         """Make what is written durable, later; not while the last checkpoint is running."""
-        if self._checkpoint is None or self._checkpoint.done():
-            self._checkpoint = self._submit(1, partial(self._attempt, ingest.checkpoint))
+        if self._checkpoint is None or not self._checkpoint.is_alive():
+            checkpoint = partial(self._attempt, ingest.checkpoint)
+            self._checkpoint = threading.Thread(target=checkpoint, name="aimage-checkpoint")
+            self._checkpoint.start()
 
     @contextlib.contextmanager
     def flushing(self, reader: Reader) -> Iterator[None]:
@@ -136,37 +160,49 @@ class WriteBehind:
 
     def flush(self) -> None:
         """Wait for all writes. Raises the error of the first that failed."""
-        if self._threads:
-            self._submit(0, lambda: None).result()
+        with self._ended:
+            while self._writes:
+                self._ended.wait()
         if self._checkpoint is not None:
-            self._checkpoint.result()
+            self._checkpoint.join()
         self._raise()
 
     def close(self) -> None:
         """End the threads, and return the buffers."""
-        for thread in self._threads:
-            thread.shutdown()
+        if self._thread is not None:
+            self._calls.put(None)
+            self._thread.join()
+        if self._checkpoint is not None:
+            self._checkpoint.join()
         self._return_buffers()
 
-    def _submit(self, thread: int, call: Callable[[], None]) -> Future[None]:
-        if not self._threads:
-            from concurrent.futures import ThreadPoolExecutor
+    def _run(self) -> None:
+        while (call := self._calls.get()) is not None:
+            call()
 
-            # Each begins with its first call
-            names = ("aimage-ingest", "aimage-checkpoint")
-            self._threads = [ThreadPoolExecutor(1, thread_name_prefix=name) for name in names]
-        return self._threads[thread].submit(call)
-
-    def _write(self, ingest: Ingest, offset: int, buffer: memoryview, count: int) -> None:
+    def _write(self, write: _Write) -> None:
         # After an error, the ranges before it must not be followed by others
-        if self._error is None:
-            self._attempt(partial(self._write_at, ingest, offset, buffer, count))
-        self._free.put(buffer)
+        if self._error is not None:
+            self._end(write, self._error)
+            return
+        view = write.buffer[: write.count]
+        try:
+            write.ingest.write_at(write.offset, view, partial(self._end, write))
+        except BaseException as error:
+            self._end(write, error)
 
-    def _write_at(self, ingest: Ingest, offset: int, buffer: memoryview, count: int) -> None:
-        ingest.write_at(offset, buffer[:count])
-        if self._record is not None:
-            self._record(count)
+    def _end(self, write: _Write, error: BaseException | None) -> None:
+        """Record the end of a write. Writes may end in another order than that of their bytes."""
+        self._error = self._error or error
+        self._free.put(write.buffer)
+        with self._ended:
+            write.has_ended = True
+            while self._writes and self._writes[0].has_ended:
+                first = self._writes.popleft()
+                if self._record is not None and self._error is None:
+                    self._attempt(partial(self._record, first.count))
+            if not self._writes:
+                self._ended.notify()
 
     def _attempt(self, call: Callable[[], None]) -> None:
         try:

@@ -1,21 +1,19 @@
 """Direct I/O: writes that bypass the page cache.
 
 It saves a copy, evicts no pages that a running model has mapped, and overlaps writing with hashing.
+A disk is fast only while it has several writes to do.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import os
+import queue
 import threading
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from clowder_aimage.content.buffer import PAGE
-
-if TYPE_CHECKING:
-    from concurrent.futures import Future, ThreadPoolExecutor
 
 _FLAGS = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
 # macOS has no O_DIRECT.
@@ -28,8 +26,10 @@ _REFUSALS = {
 }
 # Bytes. The page cache is faster for smaller writes.
 _MIN_SIZE = 64 * 1024
-# Maximum connections of a download
-_THREADS = 64
+# Called in another thread with the number of bytes that were written, or with the error.
+OnWritten = Callable[[int | OSError], None]
+# Threads that write at the same time: more would only wait for the disk.
+_THREADS = 8
 
 
 class DirectFile:
@@ -40,24 +40,39 @@ class DirectFile:
         self._lock = threading.Lock()
         self._fd = -1
         self._is_usable = is_usable and bool(_DIRECT)
-        self._pending: set[Future[int]] = set()
+        self._pending = 0
+        self._is_idle = threading.Condition(self._lock)
 
-    def begin(self, offset: int, view: memoryview) -> Future[int] | None:
-        """Begin to write the aligned part of ``view``.
+    def begin(self, offset: int, view: memoryview, on_written: OnWritten) -> bool:
+        """Begin to write the aligned part of ``view``, which must not change before its end.
 
-        Return a future of the byte count, or None if direct I/O is not possible or too slow. The
-        view must not change before the write ends.
+        Return False if direct I/O is not possible or too slow.
         """
         size = len(view) & -PAGE
         if size < _MIN_SIZE or offset % PAGE or not self._is_usable or not _is_aligned(view):
-            return None
+            return False
         with self._lock:
             if not self._open():
-                return None
-            future = _get_executor().submit(self._write, view[:size], offset)
-            self._pending.add(future)
-        future.add_done_callback(self._pending.discard)
-        return future
+                return False
+            self._pending += 1
+
+        def write() -> None:
+            try:
+                on_written(self._attempt(view[:size], offset))
+            finally:
+                with self._lock:
+                    self._pending -= 1
+                    if not self._pending:
+                        self._is_idle.notify_all()
+
+        _writers.submit(write)
+        return True
+
+    def _attempt(self, view: memoryview, offset: int) -> int | OSError:
+        try:
+            return self._write(view, offset)
+        except OSError as error:
+            return error
 
     def _open(self) -> bool:
         if self._fd < 0 and self._is_usable:
@@ -82,22 +97,47 @@ class DirectFile:
         """Wait for pending writes and close the file."""
         with self._lock:
             self._is_usable = False
-            if not self._pending and self._fd < 0:
-                return
-            from concurrent.futures import wait
-
-            wait(list(self._pending))
+            while self._pending:
+                self._is_idle.wait()
             fd, self._fd = self._fd, -1
         if fd >= 0:
             with contextlib.suppress(OSError):
                 os.close(fd)
 
 
-@functools.cache
-def _get_executor() -> ThreadPoolExecutor:
-    from concurrent.futures import ThreadPoolExecutor
+class _Writers:
+    """Threads that run calls, as many as are needed at the same time. They end with the process.
 
-    return ThreadPoolExecutor(_THREADS, thread_name_prefix="aimage-write")
+    A pool of concurrent.futures takes as long for a call as a fast disk for the write.
+    """
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._threads = self._busy = 0
+
+    def submit(self, call: Callable[[], None]) -> None:
+        with self._lock:
+            self._busy += 1
+            is_needed = self._threads < min(self._busy, _THREADS)
+            self._threads += is_needed
+        if is_needed:
+            threading.Thread(target=self._run, name="aimage-write", daemon=True).start()
+        self._calls.put(call)
+
+    def _run(self) -> None:
+        while True:
+            call = self._calls.get()
+            try:
+                call()
+            finally:
+                # The buffer may be unmapped
+                del call
+                with self._lock:
+                    self._busy -= 1
+
+
+_writers = _Writers()
 
 
 def _is_aligned(view: memoryview) -> bool:

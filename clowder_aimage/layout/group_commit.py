@@ -1,11 +1,12 @@
-"""Group commit: small blobs are made durable together.
+"""Group commit: blobs are made durable together, while others arrive.
 
-A disk takes as long to synchronise one small file as a hundred. Verified small blobs are therefore
-kept locked in their ingests until the file system is synchronised once and all are renamed.
+A disk takes as long to synchronise one small file as a hundred. Verified blobs are therefore kept
+locked in their ingests until the file system is synchronised once and all are renamed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -13,13 +14,12 @@ from pathlib import Path
 from typing import Protocol
 
 from clowder_aimage.content.file_system import sync_file_system
-from clowder_aimage.errors import AImageError
 from clowder_aimage.layout.ingest_directory import IngestDirectory, open_ingests
 from clowder_aimage.layout.lock import PRIVATE, translate_store_errors
 from clowder_aimage.oci import Digest
 
-# Each pending blob is an open file.
-_MAX_BLOBS = 128
+# Each pending blob is an open file; as many more are being made durable.
+_MAX_BLOBS = 64
 _MAX_AGE = 1.0  # seconds
 # Bytes that a crash may lose
 _MAX_SIZE = 32 * 1024 * 1024
@@ -43,7 +43,7 @@ class GroupCommit:
 
     def __init__(self, root: Path) -> None:
         self.users = 0
-        self.failure: AImageError | None = None
+        self.failure: BaseException | None = None
         self._root = root
         self._is_closed = False
         self._lock = threading.Lock()
@@ -78,7 +78,12 @@ class GroupCommit:
         return None if ingests is None else ingests.create(name)
 
     def add(self, digest: Digest, blob: PendingCommit, size: int) -> None:
-        """Add a blob; commit all if a limit is reached. Raises StoreError or NoSpaceError."""
+        """Add a blob. If a limit is reached, all are committed, while the caller goes on.
+
+        Raises the error of an earlier commit.
+        """
+        if self.failure is not None:
+            raise self.failure
         with self._lock:
             if not self._waiting:
                 self._size, self._since = 0, time.monotonic()
@@ -87,7 +92,14 @@ class GroupCommit:
             # A process may be waiting for the blob.
             is_old = time.monotonic() - self._since > _MAX_AGE
             is_full = len(self._waiting) >= _MAX_BLOBS or self._size >= _MAX_SIZE or is_old
-        if is_full or self._is_closed:
+        if self._is_closed or (is_full and self._settle_lock.locked()):
+            self.settle()
+        elif is_full:
+            threading.Thread(target=self._settle_behind, name="aimage-commit").start()
+
+    def _settle_behind(self) -> None:
+        # Everybody who adds another blob, or ends the batch, gets the error.
+        with contextlib.suppress(Exception):
             self.settle()
 
     def settle_old(self) -> None:
@@ -115,7 +127,7 @@ class GroupCommit:
                     while blobs:
                         blobs[-1].rename()
                         blobs.pop()
-            except AImageError as error:
+            except BaseException as error:
                 self.failure = error
                 raise
             finally:

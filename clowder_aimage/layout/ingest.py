@@ -1,8 +1,9 @@
 """Ingests: blobs that are being written into the layout.
 
 An ingest of known content is a file named after it under ``.aimage/ingest``, locked by its writer
-and resumed by the next one. A journal beside it lists the durable ranges: data is synchronised
-before its entry.
+and resumed by the next one. A journal beside it lists the written ranges. The data of an entry is
+synchronised before it, unless it has an ID of the system's start. Such an entry costs little, and
+counts until the system is started again: a killed process loses neither the entry nor its data.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ import contextlib
 import errno
 import fcntl
 import os
+import queue
 import stat
 import threading
+import time
 from itertools import chain
 from pathlib import Path
 
@@ -32,9 +35,10 @@ from clowder_aimage.content.open_directory import (
     rename_opened,
     unlink,
 )
-from clowder_aimage.content.store import IngestBusyError
+from clowder_aimage.content.store import IngestBusyError, OnWritten
 from clowder_aimage.content.verified_reader import check, verify
 from clowder_aimage.errors import AImageError, VerificationError
+from clowder_aimage.layout.boot import read_boot_id
 from clowder_aimage.layout.direct_io import DirectFile
 from clowder_aimage.layout.group_commit import GroupCommit
 from clowder_aimage.layout.ingest_directory import IngestDirectory
@@ -58,6 +62,10 @@ BLOB_MODE = 0o444
 _DIRECT_SIZE = 4 * 1024 * 1024
 # Bytes. Smaller blobs have no journal, and are fetched again.
 JOURNALED = 16 * 1024 * 1024
+# Bytes and seconds of a transfer that a power cut may lose. A disk takes as long to synchronise as
+# to write some MiB.
+_UNSYNCHRONISED = 256 * 1024 * 1024
+_SYNC_INTERVAL = 1.0
 _JOURNAL_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
 _DIRECTORY = os.path.join(".aimage", "ingest")
 _Range = tuple[int, int]
@@ -101,7 +109,9 @@ class FileIngest:
         self._direct = DirectFile(self._path, is_usable=not is_small)
         self._is_journaled = expected is not None and expected.size > JOURNALED
         self._ranges: list[_Range] = []
-        self._journal_size = 0  # bytes in the journal
+        # Bytes in the journal, and those of them that outlive a power cut.
+        self._noted = self._durable = 0
+        self._synchronised_at = time.monotonic()
         self._reset_hash()
         fd = None
         if batch is not None and is_in_batch:
@@ -125,7 +135,10 @@ class FileIngest:
         """Continue a file of ``size`` bytes by its journal."""
         if self._is_journaled:
             self._ranges = self._read_journal(size)
-            self._journal_size = _sum_sizes(self._ranges)
+            self._noted = _sum_sizes(self._ranges)
+        elif self._expected is not None and 0 < size == self._expected.size:
+            # It waited to be made durable with others: its digest shows whether it is whole.
+            self._ranges = [(0, size)]
         if not self._ranges and (size or self._is_journaled):
             # A malformed journal must not be used later, either.
             self.restart()
@@ -200,13 +213,19 @@ class FileIngest:
                 unlink(self._path)
 
     def _read_journal(self, size: int) -> list[_Range]:
-        """Return the durable ranges of a file of ``size`` bytes, as the journal lists them."""
-        with contextlib.suppress(OSError, ValueError):
+        """Return the written ranges of a file of ``size`` bytes, as the journal lists them."""
+        lines: list[str] = []
+        with contextlib.suppress(OSError):
             # A crash may have torn the last line.
-            lines = Path(self._journal).read_text("ascii").split("\n")[:-1]
-            for line in filter(None, reversed(lines)):
-                ranges = _parse_ranges(line)
-                return ranges if all(0 <= start < end <= size for start, end in ranges) else []
+            lines = Path(self._journal).read_text("ascii", "replace").split("\n")[:-1]
+        for line in filter(None, reversed(lines)):
+            text, _, boot_id = line.partition(" ")
+            # A power cut may have torn an entry that was not synchronised: others are before it.
+            with contextlib.suppress(ValueError):
+                ranges = _parse_ranges(text)
+                if boot_id in ("", read_boot_id()):
+                    is_valid = all(0 <= start < end <= size for start, end in ranges)
+                    return ranges if is_valid else []
         return []
 
     def _reset_hash(self) -> None:
@@ -232,38 +251,75 @@ class FileIngest:
             if os.fstat(self._fd).st_size:
                 os.ftruncate(self._fd, 0)
         self._ranges = []
-        self._journal_size = 0
+        self._noted = self._durable = 0
         self._reset_hash()
 
-    def write_at(self, offset: int, data: bytes | bytearray | memoryview, /) -> None:
-        """Write ``data`` at ``offset``. Raises NoSpaceError or StoreError."""
+    def write_at(
+        self,
+        offset: int,
+        data: bytes | bytearray | memoryview,
+        /,
+        on_written: OnWritten | None = None,
+    ) -> None:
+        """Write ``data`` at ``offset``. Raises NoSpaceError or StoreError, or passes it on."""
         view = memoryview(data)
-        with translate_store_errors(self._root):
-            written = self._write_past_cache(offset, view) if offset == self._hashed else 0
-            while written < len(view):
-                written += os.pwrite(self._fd, view[written:], offset + written)
+        if on_written is not None:
+            self._begin_write(offset, view, on_written)
+            return
+        ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+        self._begin_write(offset, view, ended.put)
+        if (error := ended.get()) is not None:
+            raise error
+
+    def _begin_write(self, offset: int, view: memoryview, on_written: OnWritten) -> None:
+        """Write with direct I/O while hashing, if the view continues the hash; else write now."""
+        errors: list[BaseException | None] = []
+
+        def end(error: BaseException | None) -> None:
+            """Report the end of the write or of the hash, whichever uses the view longer."""
+            with self._lock:
+                errors.append(error)
+                is_last = len(errors) == 2
+            if is_last:
+                on_written(errors[0] or errors[1])
+
+        def finish(written: int | OSError) -> None:
+            end(self._finish_write(offset, view, written))
+
+        is_begun = False
+        if offset == self._hashed and self._hashing.acquire(blocking=False):
+            try:
+                if is_begun := self._direct.begin(offset, view, finish):
+                    self._hash_view(offset, view)
+            finally:
+                self._hashing.release()
+        if not is_begun:
+            on_written(self._finish_write(offset, view, 0))
+            return
+        # Another writer may have added a range before the release.
+        self._hash(offset, view)
+        end(None)
+
+    def _finish_write(
+        self, offset: int, view: memoryview, written: int | OSError
+    ) -> BaseException | None:
+        """Write the rest of a view, and add its range; return the error, if there is one."""
+        try:
+            with translate_store_errors(self._root):
+                if isinstance(written, OSError):
+                    raise written
+                while written < len(view):
+                    written += os.pwrite(self._fd, view[written:], offset + written)
+        except BaseException as error:
+            # The hash may be ahead of the file.
+            self._rewritten = True
+            return error
         with self._lock:
             end = offset + len(view)
             self._rewritten |= any(low < end and offset < high for low, high in self._ranges)
             self._ranges = _merge(self._ranges, offset, end)
         self._hash(offset, view)
-
-    def _write_past_cache(self, offset: int, view: memoryview) -> int:
-        """Write with direct I/O while hashing, and return the number of bytes written."""
-        writing = self._direct.begin(offset, view)
-        if writing is None:
-            return 0
-        if self._hashing.acquire(blocking=False):
-            try:
-                self._hash_view(offset, view)
-            finally:
-                self._hashing.release()
-        try:
-            return writing.result()
-        except OSError:
-            # The hash is ahead of the file.
-            self._rewritten = True
-            raise
+        return None
 
     def _hash_view(self, offset: int, view: memoryview) -> None:
         if offset == self._hashed:
@@ -300,8 +356,12 @@ class FileIngest:
         with self._lock:
             return self._ranges[0][1] if self._ranges and self._ranges[0][0] == 0 else 0
 
-    def checkpoint(self) -> None:
-        """Make the written data durable, and add it to the journal; one thread at a time."""
+    def checkpoint(self, *, is_last: bool = False) -> None:
+        """Add the written data to the journal, one thread at a time: a kill does not lose it.
+
+        It is made durable as well if it is the last one, or if _UNSYNCHRONISED bytes or
+        _SYNC_INTERVAL have passed since that was done.
+        """
         if self._batch is not None:
             # Another process may be waiting for the pending blobs.
             self._batch.settle_old()
@@ -312,35 +372,47 @@ class FileIngest:
                 if self._fd < 0:
                     # The ingest has ended
                     return
-                self._synchronise()
+                self._note(is_durable=is_last or self._is_synchronisation_due())
                 with self._lock:
-                    unsynchronised = _sum_sizes(self._ranges) - self._journal_size
+                    unnoted = _sum_sizes(self._ranges) - self._noted
             finally:
                 self._syncing.release()
             # More bytes than that mean that another writer skipped its checkpoint.
-            if unsynchronised < JOURNALED:
+            if unnoted < JOURNALED:
                 return
 
-    def _synchronise(self) -> None:
+    def _is_synchronisation_due(self) -> bool:
+        with self._lock:
+            size = _sum_sizes(self._ranges) - self._durable
+        elapsed = time.monotonic() - self._synchronised_at
+        return size >= _UNSYNCHRONISED or elapsed >= _SYNC_INTERVAL or not read_boot_id()
+
+    def _note(self, *, is_durable: bool) -> None:
+        """Add the written ranges to the journal, after the data was synchronised if that is due."""
         with self._lock:
             ranges = list(self._ranges)
         line = ",".join(f"{start}-{end}" for start, end in ranges)
+        line += "" if is_durable else f" {read_boot_id()}"
         with translate_store_errors(self._root):
-            sync_file(self._fd, self._path)
+            if is_durable:
+                sync_file(self._fd, self._path)
             fd = open_shared(self._journal, _JOURNAL_FLAGS)
             try:
                 # The line feed at the front ends a line that a crash has torn.
                 os.write(fd, f"\n{line}\n".encode())
-                sync_file(fd, self._journal, data_only=True)
+                if is_durable:
+                    sync_file(fd, self._journal, data_only=True)
             finally:
                 os.close(fd)
             # Both files may be new in the directory.
-            if not self._journal_size:
+            if is_durable and not self._durable:
                 sync_directory(Path(self._journal).parent)
-        self._journal_size = _sum_sizes(ranges)
+        self._noted = _sum_sizes(ranges)
+        if is_durable:
+            self._durable, self._synchronised_at = self._noted, time.monotonic()
 
     def commit(self, expected: Descriptor, /) -> None:
-        """Verify, make durable and rename; in a batch, together with others.
+        """Verify, make durable and rename; in a batch, later and together with others.
 
         The layout synchronises the directory. Raises VerificationError, and removes the ingest, if
         the bytes differ from ``expected``.
@@ -356,7 +428,7 @@ class FileIngest:
             self._final = build_blob_path(self._root, expected)
             with translate_store_errors(self._root):
                 set_mode(self._fd, BLOB_MODE, self._path)
-            if self._batch is not None and expected.size <= JOURNALED:
+            if self._batch is not None:
                 self._direct.close()
                 self._batch.add(expected.digest, self, expected.size)
                 return
@@ -406,7 +478,7 @@ class FileIngest:
         """Close the ingest; with a journal, keep the written bytes for the next process."""
         # The first error is raised.
         with contextlib.suppress(OSError, AImageError):
-            self.checkpoint()
+            self.checkpoint(is_last=True)
         self.give_up()
 
     def give_up(self) -> None:

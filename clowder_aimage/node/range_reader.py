@@ -16,7 +16,7 @@ from functools import partial
 from threading import Thread
 
 from clowder_aimage.content.buffer import new_buffer
-from clowder_aimage.content.store import Reader, Source
+from clowder_aimage.content.store import Reader, Source, WrittenStream
 from clowder_aimage.content.verified_reader import RawReader
 from clowder_aimage.errors import AImageError, NetworkError, StoreError
 from clowder_aimage.node.range_cache import RangeArrival, RangeCache
@@ -48,10 +48,10 @@ class _Part:
             self.arrival.advance(end - self.blob_range.start)
 
 
-class RangeReader(RawReader):
+class RangeReader(RawReader, WrittenStream):
     """The requested bytes of a blob, one range after another.
 
-    A range is available to peers as far as its bytes are written (a WrittenStream). ``count`` is
+    A range is available to peers as far as its bytes are written. ``count`` is
     called with the source of bytes and their number: "neighbour", "registry", or "cache" for kept
     ranges. With an ``arrival``, ``peer_range`` is its range. It is fetched for a peer, if possible
     from one of ``preferred``.

@@ -265,7 +265,8 @@ class _PlainConnection:
         head = parse_head(data, method)
         if pool is not None and head is not None and not head.length and head.size == len(data):
             return BodilessResponse(head.status, ResponseHeaders(head.pairs))
-        response = self.response_class(sock, method=method, received=data, since=started)
+        rest = data if head is None else data[head.size :]
+        response = self.response_class(sock, method=method, received=rest, since=started, head=head)
         try:
             response.begin()
         except BaseException as error:

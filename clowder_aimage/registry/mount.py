@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from urllib.parse import urlencode
+from urllib.parse import quote
 
 from clowder_aimage.content.copy_option import CopyEvent, OnEvent, ignore
 from clowder_aimage.content.store import ContentStore
@@ -160,7 +160,7 @@ def _mount(session: Session, digest: Digest, repository: str) -> RegistryRespons
     A token that another thread has just received may lack the permission to read the other
     repository, so a 401 is worth a second request.
     """
-    query = "?" + urlencode({"mount": str(digest), "from": repository})
+    query = f"?mount={digest.algorithm}%3A{digest.encoded}&from={quote(repository, safe='')}"
     try:
         answer = _begin(session, query)
         if answer.status_code == 401:

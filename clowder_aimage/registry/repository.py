@@ -14,7 +14,7 @@ from functools import partial
 
 from clowder_aimage.content.copy import push_blobs
 from clowder_aimage.content.copy_option import CopyOptions
-from clowder_aimage.content.gate import find_gate
+from clowder_aimage.content.gate import RecentGate, find_gate
 from clowder_aimage.content.store import Body, Reader, Source, Target
 from clowder_aimage.content.verified_reader import VerifyingReader
 from clowder_aimage.errors import (
@@ -78,6 +78,7 @@ class Repository(Target, AbstractContextManager["Repository"]):
         # The digests of manifests that were pushed by tag, with the algorithm of the registry.
         self._stated: dict[Digest, Digest] = {}
         self._without_ranges: set[Digest] = set()
+        self._gate = RecentGate()
 
     def __exit__(self, *_: object) -> None:
         self._session.close()
@@ -232,7 +233,7 @@ class Repository(Target, AbstractContextManager["Repository"]):
                 # It may have been read without the policy, or by another one.
                 self._admit(Reference(None, self._name, None, content.digest), content)
             return io.BytesIO(self._load_manifest(content)[offset:][:length])
-        if self._is_checked and (gate := find_gate()) is not None:
+        if self._is_checked and (gate := self._gate.find()) is not None:
             gate.check_blob(self._name, content)
         end = content.size if length is None else min(content.size, offset + length)
         sent = itertools.count(1)

@@ -18,6 +18,7 @@ import pytest
 
 from clowder_aimage.content import chunk as parts
 from clowder_aimage.content import fetch as fetch_module
+from clowder_aimage.content.buffer import LARGEST_READ, PAGE
 from clowder_aimage.content.chunk import (
     SMALL,
     SMALLEST_CHUNK,
@@ -25,9 +26,9 @@ from clowder_aimage.content.chunk import (
     SmallConcurrency,
 )
 from clowder_aimage.content.copy_option import CopyOptions, Rate
-from clowder_aimage.content.fetch import _FEW, _SMALL_READ, NOTED, BlobDownload
+from clowder_aimage.content.fetch import NOTED, BlobDownload, _adapt_step
 from clowder_aimage.content.store import Source
-from clowder_aimage.content.write_behind import WriteBehind
+from clowder_aimage.content.write_behind import EXTRA_BUFFERS, WriteBehind
 from clowder_aimage.errors import NetworkError, NoSpaceError, NotFoundError, VerificationError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Digest
@@ -249,15 +250,24 @@ def test_half_of_a_slow_connection_s_rest_is_taken_over(
     assert source.bytes[CONTENT.digest] <= CONTENT.size + MIB  # it was stopped in time
 
 
-@pytest.mark.parametrize(("large", "size"), [(1, MIB), (_FEW, MIB), (_FEW + 1, _SMALL_READ)])
-def test_many_connections_use_little_of_their_buffers(
-    large: int, size: int, store: ImageLayout
-) -> None:
+@pytest.mark.parametrize("large", [1, 3, 8, 16, 64])
+def test_many_connections_use_little_of_their_buffers(large: int, store: ImageLayout) -> None:
     engine = BlobDownload(Counted(BIG), store, [CONTENT], CopyOptions(8, Watch()))
     engine._large = large
     transfer = BlobTransfer(CONTENT, store.ingest(CONTENT.digest.encoded, CONTENT))
-    assert engine._read_size(transfer, memoryview(bytearray(MIB))) == size
+    size = engine._find_largest_read(transfer)
     transfer.ingest.abort()
+    assert size % PAGE == 0
+    assert size * (large + EXTRA_BUFFERS) <= 17 * MIB
+    assert (large == 1) == (size == LARGEST_READ)
+
+
+def test_slow_reads_become_smaller() -> None:
+    step, steps = MIB, []
+    for seconds in (0.01, 0.01, 0.01, 0.2, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5):
+        step = _adapt_step(step, seconds)
+        steps.append(step / MIB)
+    assert steps == [2, 3, 3, 3, 1.5, 0.75, 0.375, 0.25, 0.25, 0.25]
 
 
 def test_small_blobs_use_no_more_connections_than_they_need(store: ImageLayout) -> None:
@@ -376,6 +386,13 @@ def test_a_source_that_starts_to_ignore_ranges(store: ImageLayout) -> None:
 # -- failures and resumption
 
 
+@pytest.fixture
+def steady(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every read have 1 MiB."""
+    monkeypatch.setattr(fetch_module, "LARGEST_READ", MIB)
+    monkeypatch.setattr(fetch_module, "_SLOW", math.inf)
+
+
 class Failing:
     """Delivers ``count`` bytes of a blob in reads of 1 MiB, then fails for every reader."""
 
@@ -391,6 +408,7 @@ class Failing:
                 raise self.error
 
 
+@pytest.mark.usefixtures("steady")
 def test_a_fetch_after_a_failure_requests_only_missing_bytes(store: ImageLayout) -> None:
     source, watch = Counted(BIG, together=3), Watch()
     source.fail = Failing(25 * MIB, NetworkError("gone"))
@@ -407,6 +425,7 @@ def test_a_fetch_after_a_failure_requests_only_missing_bytes(store: ImageLayout)
     assert left_over(store) == []
 
 
+@pytest.mark.usefixtures("steady")
 def test_a_failed_small_blob_leaves_no_partial(store: ImageLayout) -> None:
     data = BIG[: 3 * MIB]
     source = Counted(data)
@@ -416,6 +435,7 @@ def test_a_failed_small_blob_leaves_no_partial(store: ImageLayout) -> None:
     assert left_over(store) == []
 
 
+@pytest.mark.usefixtures("steady")
 def test_a_finished_fetch_leaves_the_partial_of_another_blob(store: ImageLayout) -> None:
     source = Counted(BIG)
     source.fail = Failing(25 * MIB, NetworkError("gone"))
@@ -548,6 +568,7 @@ def test_a_source_that_ends_early_fails(store: ImageLayout) -> None:
         fetch(source, store, CONTENT)
 
 
+@pytest.mark.usefixtures("steady")
 def test_a_full_disk_keeps_journaled_bytes(
     store: ImageLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -570,6 +591,7 @@ def test_a_full_disk_keeps_journaled_bytes(
     assert store.find_path(CONTENT).read_bytes() == BIG
 
 
+@pytest.mark.usefixtures("steady")
 def test_a_failure_is_raised_even_if_the_journal_cannot_be_written(
     store: ImageLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -591,6 +613,7 @@ def test_a_failure_is_raised_even_if_the_journal_cannot_be_written(
     assert store.find_path(blob(other)).read_bytes() == other
 
 
+@pytest.mark.usefixtures("steady")
 def test_an_interrupt_ends_the_fetch_and_keeps_received_bytes(store: ImageLayout) -> None:
     source = Counted(BIG)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from clowder_aimage.content.store import WrittenStream
 from clowder_aimage.content.write_behind import _MAX_BUFFERS, BufferPool, WriteBehind
 
 
@@ -22,12 +23,14 @@ class Ingest:
         self.checkpoints = 0
         self.fails_at = -1
 
-    def write_at(self, offset: int, data: memoryview) -> None:
+    def write_at(self, offset: int, data: memoryview, on_written: Any = None) -> None:
         assert self.may_write.wait(60)
         if offset == self.fails_at:
             raise OSError(28, "No space left on device")
         assert offset == len(self.written)
         self.written += data[:1]
+        if on_written is not None:
+            on_written(None)
 
     def checkpoint(self) -> None:
         assert self.may_sync.wait(60)
@@ -71,7 +74,7 @@ def test_a_connection_goes_on_while_its_buffers_are_written(
     assert ingest.written == bytes(range(_MAX_BUFFERS + 10))
 
 
-class Stream(io.BytesIO):
+class Stream(io.BytesIO, WrittenStream):
     """A stream that is told what of it is written."""
 
     def __init__(self) -> None:
@@ -99,6 +102,39 @@ def test_a_stream_is_told_what_is_written(writes: WriteBehind, ingest: Any) -> N
         with pytest.raises(OSError, match="No space"):
             writes.write_now(ingest, _MAX_BUFFERS + 2, writes.take(), 1)
     assert stream.written == _MAX_BUFFERS + 1
+
+
+def test_a_stream_is_told_in_order_what_is_written(writes: WriteBehind) -> None:
+    """A disk has several writes to do at the same time, and may end the last one first."""
+    ends: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    class Late:
+        def write_at(self, offset: int, data: memoryview, on_written: Any) -> None:
+            ends.put(on_written)
+
+    late: Any = Late()
+    stream = Stream()
+    with writes.flushing(stream):
+        for count in (1, 10, 100):
+            writes.write(late, 0, writes.take(), count)
+        first, second, third = (ends.get(timeout=60) for _ in range(3))
+        seen = []
+        for end in (second, first, third):
+            end(None)
+            seen.append(stream.written)
+    assert seen == [0, 11, 111]
+
+
+def test_the_error_of_a_late_write_is_raised(writes: WriteBehind) -> None:
+    class Failing:
+        def write_at(self, offset: int, data: memoryview, on_written: Any) -> None:
+            on_written(OSError(28, "No space left on device"))
+
+    failing: Any = Failing()
+    stream = Stream()
+    with pytest.raises(OSError, match="No space"), writes.flushing(stream):
+        writes.write(failing, 0, writes.take(), 1)
+    assert stream.written == 0
 
 
 def test_connections_share_additional_buffers(ingest: Any) -> None:

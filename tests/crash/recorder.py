@@ -11,6 +11,8 @@ torn     ... and if that is a write, do half of it first
 full     fail the allocating call of this number with a full disk
 ever     ... and all later ones; of a write, half still fits
 locks    false: flock has no effect
+syncs    each checkpoint of an ingest is synchronised
+boot     the ID of the system's start
 large    an index of any size is large: it is written after this number of seconds
 after    kill the process after this number of seconds
 """
@@ -342,6 +344,7 @@ class Layer:
 def _become(order: dict[str, Any]) -> NoReturn:
     """Continue as if the command line had been started like this, and exit."""
     from clowder_aimage.cli.main import run
+    from clowder_aimage.layout import ingest
 
     for number, name in ((0, os.devnull), (1, f"{order['out']}.out"), (2, f"{order['out']}.err")):
         fd = os.open(name, os.O_RDWR | os.O_CREAT | (os.O_TRUNC if number else 0), 0o600)
@@ -355,6 +358,10 @@ def _become(order: dict[str, Any]) -> NoReturn:
         fcntl.flock = lambda fd, operation: None
     if "large" in order:
         make_large(order["large"])
+    if order.get("syncs"):
+        ingest._SYNC_INTERVAL = 0
+    if boot := order.get("boot"):
+        vars(ingest)["read_boot_id"] = lambda: boot
     Layer(order).install()
     code = run()
     sys.stdout.flush()

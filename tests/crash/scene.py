@@ -100,10 +100,16 @@ class Machines:
 
 @dataclass
 class Place:
-    """A store alone in a directory ``top``, and a home elsewhere."""
+    """A store alone in a directory ``top``, and a home elsewhere.
+
+    ``syncs`` is True if each checkpoint is durable; ``boot`` is the ID of the system's start, if it
+    is not this one.
+    """
 
     directory: Path
     machines: Machines
+    syncs: bool = False
+    boot: str = ""
 
     @property
     def top(self) -> Path:
@@ -123,6 +129,8 @@ class Place:
                 "environ": here.env(),
                 "cwd": str(here.home),
                 "top": str(self.top),
+                "syncs": self.syncs,
+                "boot": self.boot,
                 **order,
             }
         )
@@ -142,8 +150,12 @@ class Places:
         self._numbers = itertools.count()
 
     def new(self, template: Path | None = None) -> Place:
-        """Return a place with a copy of a store. Blobs are hard-linked, as they never change."""
-        place = Place(self._directory / str(next(self._numbers)), self.machines)
+        """Return a place with a copy of a store. Blobs are hard-linked, as they never change.
+
+        Without one, each checkpoint is durable, as in a slow transfer.
+        """
+        directory = self._directory / str(next(self._numbers))
+        place = Place(directory, self.machines, syncs=template is None)
         (place.directory / "home").mkdir(parents=True)
         place.top.mkdir()
         if template is not None:

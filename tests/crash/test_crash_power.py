@@ -53,6 +53,7 @@ def cut(job: Job, places: Places, before: Disk, calls: Any, number: int, state: 
     for call, data in calls[:number]:
         disk.apply(call, data)
     place = places.new()
+    place.boot = "after-the-power-cut"
     write_down(getattr(disk, state)(), place.top)
     try:
         job.check_broken(place)
@@ -244,6 +245,8 @@ def test_violations_names_a_blob_under_another_name() -> None:
         ("data sync note keep gone", ""),
         ("data sync note data sync note", "was not synchronised"),
         ("data sync data note", "the journal notes 0-10"),
+        ("data mark mark sync note keep mark gone", ""),
+        ("data mark note", "the journal notes 0-10"),
     ],
 )
 def test_a_journal_entry_requires_synchronised_data(order: str, said: str) -> None:
@@ -254,6 +257,8 @@ def test_a_journal_entry_requires_synchronised_data(order: str, said: str) -> No
             made.write(PARTIAL, b"0123456789")
         elif step == "note":
             made.write(JOURNAL, b"\n0-10\n")
+        elif step == "mark":
+            made.write(JOURNAL, b"\n0-10 boot\n")
         elif step == "gone":
             made.add("unlink", JOURNAL)
         else:

@@ -7,7 +7,7 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -16,6 +16,8 @@ import pytest
 from clowder_aimage.content import IngestBusyError
 from clowder_aimage.errors import NoSpaceError, StoreError, VerificationError
 from clowder_aimage.layout import ImageLayout
+from clowder_aimage.layout import ingest as ingests
+from clowder_aimage.layout.boot import read_boot_id
 from tests.content.artifact import blob
 
 if TYPE_CHECKING:
@@ -82,6 +84,84 @@ def test_suspended_ingest_is_continued(store: ImageLayout) -> None:
     complete(store, ingest)
 
 
+def test_a_kill_loses_no_entry_and_synchronises_nothing(
+    store: ImageLayout, synchronised: Any
+) -> None:
+    ingest = begin(store)
+    write(ingest, 0, 5 * MIB)
+    done = synchronised(store)
+    ingest.checkpoint()
+    write(ingest, 5 * MIB, 8 * MIB)
+    ingest.checkpoint()
+    killed(ingest)
+    assert done == []
+    ingest = begin(store)
+    assert ingest.list_missing() == [(8 * MIB, len(DATA))]
+    complete(store, ingest)
+
+
+@pytest.mark.parametrize("is_torn", [False, True])
+def test_the_next_start_of_the_system_knows_what_was_synchronised(
+    is_torn: bool, store: ImageLayout, always: pytest.MonkeyPatch
+) -> None:
+    """After a power cut, the rest may be missing from the file, and its entries be torn."""
+    ingest = begin(store)
+    write(ingest, 0, 5 * MIB)
+    ingest.checkpoint()
+    always.undo()
+    write(ingest, 5 * MIB, 8 * MIB)
+    ingest.checkpoint()
+    killed(ingest)
+    if is_torn:
+        with files(store)[1].open("ab") as journal:
+            journal.write(b"\n\0\0\0\0\xff\n")
+    always.setattr(ingests, "read_boot_id", lambda: "another")
+    ingest = begin(store)
+    assert ingest.list_missing() == [(5 * MIB, len(DATA))]
+    complete(store, ingest)
+
+
+def test_each_checkpoint_is_durable_without_an_id_of_the_start(
+    store: ImageLayout, monkeypatch: pytest.MonkeyPatch, synchronised: Any
+) -> None:
+    monkeypatch.setattr(ingests, "read_boot_id", lambda: "")
+    ingest = begin(store)
+    write(ingest, 0, 5 * MIB)
+    done = synchronised(store)
+    ingest.checkpoint()
+    assert len(done) == 3
+    killed(ingest)
+    assert begin(store).list_missing() == [(5 * MIB, len(DATA))]
+
+
+def test_many_bytes_are_durable_at_once(
+    store: ImageLayout, monkeypatch: pytest.MonkeyPatch, synchronised: Any
+) -> None:
+    monkeypatch.setattr(ingests, "_UNSYNCHRONISED", 6 * MIB)
+    ingest = begin(store)
+    done, counts = synchronised(store), []
+    for offset in range(0, 20 * MIB, 4 * MIB):
+        write(ingest, offset, offset + 4 * MIB)
+        ingest.checkpoint()
+        counts.append(len(done))
+    # The file, the journal and, once, the directory
+    assert counts == [0, 3, 3, 5, 5]
+    ingest.abort()
+
+
+def test_the_id_of_the_start_is_that_of_the_system() -> None:
+    read_boot_id.cache_clear()
+    assert len(read_boot_id()) == 36
+
+
+@pytest.fixture
+def always() -> Iterator[pytest.MonkeyPatch]:
+    """Make each checkpoint durable, until that is undone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ingests, "_SYNC_INTERVAL", 0.0)
+        yield patch
+
+
 @pytest.fixture
 def synchronised(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], Any]:
     """Record the synchronised inodes in order, with the journal at that time."""
@@ -101,6 +181,7 @@ def synchronised(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], Any]:
     return begin
 
 
+@pytest.mark.usefixtures("always")
 def test_data_is_durable_before_its_journal_entry_and_entries_before_names(
     store: ImageLayout, synchronised: Any
 ) -> None:
@@ -116,6 +197,7 @@ def test_data_is_durable_before_its_journal_entry_and_entries_before_names(
     ingest.abort()
 
 
+@pytest.mark.usefixtures("always")
 def test_the_directory_is_synchronised_once(store: ImageLayout, synchronised: Any) -> None:
     ingest = begin(store)
     write(ingest, 0, 5 * MIB)
@@ -129,6 +211,7 @@ def test_the_directory_is_synchronised_once(store: ImageLayout, synchronised: An
     ingest.abort()
 
 
+@pytest.mark.usefixtures("always")
 def test_checkpoint_works_without_fdatasync(
     store: ImageLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -141,6 +224,7 @@ def test_checkpoint_works_without_fdatasync(
     assert begin(store).list_missing() == [(5 * MIB, len(DATA))]
 
 
+@pytest.mark.usefixtures("always")
 def test_failed_synchronisation_writes_no_entry(
     store: ImageLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -276,6 +360,7 @@ def test_a_partial_with_wrong_bytes_is_discarded(store: ImageLayout) -> None:
 
 
 @pytest.mark.parametrize("end", ["commit", "abort", "suspend"])
+@pytest.mark.usefixtures("always")
 def test_the_end_of_an_ingest_waits_for_its_checkpoint(
     end: str, store: ImageLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -324,6 +409,7 @@ def test_checkpoint_after_the_end_does_nothing(end: str, store: ImageLayout) -> 
     assert [path.exists() and path.read_bytes() for path in files(store)] == before
 
 
+@pytest.mark.usefixtures("always")
 def test_checkpoint_includes_concurrent_writes(
     store: ImageLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:

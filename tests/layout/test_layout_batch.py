@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 
 from clowder_aimage.content.store import build_bytes_body
-from clowder_aimage.errors import NoSpaceError
+from clowder_aimage.errors import NoSpaceError, VerificationError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor
 
@@ -83,3 +84,23 @@ def test_failed_commit_fails_all_users_of_a_batch(
         other, ingest = begun(store)
         ingest.commit(other)
     assert is_here(store, other)
+
+
+def test_a_killed_batch_leaves_blobs_that_need_not_arrive_again(store: ImageLayout) -> None:
+    """They are whole, and wait to be made durable. Their digest decides."""
+    with store.begin_batch():
+        begun(store)[1].abort()  # the first one is created by its path
+        (content, whole), (other, wrong) = begun(store), begun(store)
+        for ingest in (whole, wrong):
+            path = Path(ingest._path)
+            left = path.read_bytes()
+            ingest.abort()
+            path.write_bytes(left if ingest is whole else bytes(len(left)))
+    whole = store.ingest(content.digest.encoded, content)
+    assert whole.list_missing() == []
+    whole.commit(content)
+    assert is_here(store, content)
+    wrong = store.ingest(other.digest.encoded, other)
+    with pytest.raises(VerificationError):
+        wrong.commit(other)
+    assert store.ingest(other.digest.encoded, other).list_missing() == [(0, 1000)]

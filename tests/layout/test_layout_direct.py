@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import os
+import queue
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,12 +17,11 @@ from clowder_aimage.content.buffer import PAGE, new_buffer
 from clowder_aimage.errors import NoSpaceError
 from clowder_aimage.layout import ImageLayout, direct_io
 from clowder_aimage.layout.direct_io import DirectFile
+from clowder_aimage.layout.ingest import FileIngest
 from clowder_aimage.oci import Descriptor, Digest
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
-
-    from clowder_aimage.layout.ingest import FileIngest
 
 
 MIB = 1024 * 1024
@@ -143,7 +144,7 @@ def test_disks_with_other_block_sizes_use_the_cache(
     real = os.pwrite
 
     def refuse(fd: int, view: Buffer, offset: int) -> int:
-        if threading.current_thread().name.startswith("aimage-write"):
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & getattr(os, "O_DIRECT", 0):
             asked.append(offset)
             raise OSError(errno.EINVAL, "Invalid argument")
         return real(fd, view, offset)
@@ -198,7 +199,8 @@ def test_close_waits_for_pending_writes(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(direct_io, "_DIRECT", 0)
     file = DirectFile(str(path))
     file._is_usable = True
-    writing = file.begin(0, new_buffer(16 * PAGE))
+    counts: list[Any] = []
+    assert file.begin(0, new_buffer(16 * PAGE), counts.append)
     assert begun.wait(60)
 
     def close() -> None:
@@ -209,7 +211,86 @@ def test_close_waits_for_pending_writes(tmp_path: Path, monkeypatch: pytest.Monk
     thread.start()
     assert not closed.wait(0.05)
     go.set()
-    assert writing is not None and writing.result(60) == 16 * PAGE
     thread.join(60)
     assert closed.is_set()
-    assert file.begin(0, new_buffer(16 * PAGE)) is None
+    assert counts == [16 * PAGE]
+    assert not file.begin(0, new_buffer(16 * PAGE), counts.append)
+
+
+def test_a_buffer_is_free_once_it_is_written_and_hashed(
+    store: ImageLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fast disk ends first."""
+    data = os.urandom(2 * MIB)
+    expected = Descriptor.of("application/octet-stream", data)
+    written, freed = threading.Event(), threading.Event()
+
+    def write(self: DirectFile, view: memoryview[int], offset: int) -> int:
+        return os.pwrite(self._fd, view, offset) if offset else 0
+
+    class Hasher:
+        def __init__(self) -> None:
+            self._real = hashlib.sha256()
+
+        def update(self, view: memoryview) -> None:
+            assert written.wait(60)
+            assert not freed.wait(0.02)
+            self._real.update(view)
+            written.clear()
+
+        def hexdigest(self) -> str:
+            return self._real.hexdigest()
+
+    real = FileIngest._finish_write
+
+    def finish(*arguments: Any) -> Any:
+        try:
+            return real(*arguments)
+        finally:
+            written.set()
+
+    monkeypatch.setattr(DirectFile, "_write", write)
+    monkeypatch.setattr(direct_io, "_DIRECT", 0)
+    monkeypatch.setattr(FileIngest, "_finish_write", finish)
+    monkeypatch.setattr("clowder_aimage.layout.ingest.create_hasher", lambda _: Hasher())
+    ingest = store.ingest(expected.digest.encoded, expected)
+    ingest._direct._is_usable = True
+    buffer = new_buffer()
+    for offset in (0, MIB):
+        freed.clear()
+        buffer[:] = data[offset : offset + MIB]
+        ingest.write_at(offset, buffer, lambda _: freed.set())
+        assert freed.wait(60)
+    ingest.commit(expected)
+    assert store.find_path(expected).read_bytes() == data
+
+
+def test_several_writes_of_a_file_are_made_at_the_same_time(
+    store: ImageLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hash goes on while the disk writes; the ranges are in the file when they are listed."""
+    data = os.urandom(3 * MIB)
+    expected = Descriptor.of("application/octet-stream", data)
+    waiting, go = threading.Barrier(4), threading.Event()
+
+    def write(self: DirectFile, view: memoryview[int], offset: int) -> int:
+        waiting.wait(60)
+        assert go.wait(60)
+        return os.pwrite(self._fd, view, offset) if offset else 0
+
+    monkeypatch.setattr(DirectFile, "_write", write)
+    monkeypatch.setattr(direct_io, "_DIRECT", 0)
+    ingest = store.ingest(expected.digest.encoded, expected)
+    ingest._direct._is_usable = True
+    errors: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+    for offset in range(0, len(data), MIB):
+        buffer = new_buffer()
+        buffer[:] = data[offset : offset + MIB]
+        ingest.write_at(offset, buffer, errors.put)
+    waiting.wait(60)
+    assert ingest.list_missing() == [(0, len(data))]
+    go.set()
+    assert [errors.get(timeout=60) for _ in range(3)] == [None] * 3
+    assert ingest.list_missing() == []
+    ingest.commit(expected)
+    assert store.find_path(expected).read_bytes() == data

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from clowder_aimage.cli.console.output import format_count, format_duration, format_size
-from clowder_aimage.content.buffer import CHUNK_SIZE
+from clowder_aimage.content.buffer import LARGEST_READ
 from clowder_aimage.content.copy_option import CopyEvent
 from clowder_aimage.oci import Descriptor, Digest
 from clowder_aimage.oci.mediatype import NAME
@@ -117,7 +117,7 @@ class Meter:
 
     def _record_progress(self, blob: BlobProgress | None, count: int) -> None:
         # More than one read returns is content of an earlier run, which is not part of the speed.
-        moved = count <= CHUNK_SIZE
+        moved = count <= LARGEST_READ
         self.advance(count, moved=moved)
         if blob is not None:
             blob.done += count
