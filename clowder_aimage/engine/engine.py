@@ -51,7 +51,7 @@ from clowder_aimage.engine.machine import read_available_memory
 from clowder_aimage.engine.measured_size import MeasuredSizes
 from clowder_aimage.engine.metric import Metrics
 from clowder_aimage.engine.model_fetch import fetch, find
-from clowder_aimage.engine.queued_request import MakeRequest, ModelSlot, QueuedRequest
+from clowder_aimage.engine.queued_request import BatchKey, MakeRequest, ModelSlot, QueuedRequest
 from clowder_aimage.engine.scheduler import ModelScheduler
 from clowder_aimage.engine.schema_trials import SchemaTrials
 from clowder_aimage.engine.transfer_queue import TransferQueue
@@ -368,7 +368,9 @@ class Engine:
                     return
                 if request.is_suspect and error.part == GUILTY and request.model is not None:
                     self._scheduler.clear_suspects(request.model)
-                if not request.is_text or error.part == GUILTY or request.is_interrupted:
+                # A picture that was sent is not sent again
+                is_sent = not request.is_text and request.has_output
+                if is_sent or error.part == GUILTY or request.is_interrupted:
                     raise
                 # A request that is begun for the third time could go on for ever
                 if request.deaths:
@@ -394,6 +396,7 @@ class Engine:
         if isinstance(parameters, GenerateRequest):
             key = self._scheduler.build_key(request.reference, stored)
             request.seconds = self._times.estimate(key, parameters)
+            request.batch = BatchKey.of(parameters)
         return parameters
 
     async def _find_enhancer(self) -> None:
@@ -603,6 +606,7 @@ class Engine:
             elif isinstance(event, ImageEvent):
                 record("decode", timestamp - finished.pop(event.picture, previous))
                 request.has_output = True
+                self.metrics.batches.observe(event.facts.get("batch", 1))
                 event = replace(event, digest=digest)
             previous = timestamp
             emit(event)

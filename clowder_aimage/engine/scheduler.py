@@ -265,9 +265,12 @@ class ModelScheduler:
 
     def _move(self, request: QueuedRequest, model: ModelSlot) -> ModelSlot:
         """Move a request that waits to a model on another GPU that is free; return its model."""
-        if request.is_trial or request.make is None or model.is_free or model.arrival:
+        if request.is_trial or request.make is None or model.arrival:
             return model
-        free = [copy for copy in self._list_copies(model) if copy.is_free]
+        if model.is_free and model.may_join(request):
+            return model
+        copies = self._list_copies(model)
+        free = [copy for copy in copies if copy.is_free and copy.may_join(request)]
         if not free or request.stored is None:
             return model
         copy = free[0]
@@ -322,8 +325,9 @@ class ModelScheduler:
 
     def arrange(self) -> None:
         """Serve the next requests and begin the next load."""
-        # Memories for which a request waits
+        # Memories for which a request waits, and models that first serve one alone
         full: set[Memory] = set()
+        closed: set[ModelSlot] = set()
         for request in list(self._queue):
             model = request.model
             if model is None or request.error is not None:
@@ -333,7 +337,10 @@ class ModelScheduler:
             if model.is_ready and (request.make is None or request.is_trial):
                 self._start(request, model)
             elif model.is_ready:
-                if model.is_free and memory not in full and self._may_start(request, model):
+                if not model.may_join(request):
+                    closed.add(model)
+                is_open = model.is_free and memory not in full and model not in closed
+                if is_open and self._may_start(request, model):
                     model.served.add(request)
                     self._start(request, model)
             elif model.load is None and memory not in full and not self._begin(model):

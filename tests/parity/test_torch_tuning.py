@@ -135,7 +135,7 @@ def test_blocks_that_are_compiled_in_a_thread_are_used_when_they_are_ready(
     assert counter.frame_count == 2
     networks = compiled.networks
     blocks = networks.transformer.get().blocks
-    assert blocks.form.is_ready(blocks.has_branches)
+    assert blocks.form.is_ready(blocks.find_variant())
     latents = np.zeros((networks.vae.config.latent_channels, 36, 44), np.float32)
     assert np.abs(networks.decode(latents) - exact.networks.decode(latents).astype(int)).max() <= 1
     compare(compiled, exact, REQUEST)
@@ -218,9 +218,9 @@ def test_blocks_that_become_ready_after_they_were_selected_are_not_recorded(
     monkeypatch.setattr(type(blocks.passes), "run", lambda *_: pytest.fail("recorded"))
     select = blocks.select
 
-    def select_before() -> Any:
-        run = select()
-        blocks.form._ready.add(blocks.has_branches)
+    def select_before(variant: Any) -> Any:
+        run = select(variant)
+        blocks.form._ready.add(blocks.find_variant())
         return run
 
     monkeypatch.setattr(blocks, "select", select_before)
