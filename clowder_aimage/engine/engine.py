@@ -684,6 +684,23 @@ class Engine:
         await self.expire()
         return bool(matches)
 
+    async def sleep(self, reference: Reference, digest: Digest | None) -> bool:
+        """Let the models of a name or a digest leave their devices.
+
+        Returns False if none was in memory. Raises UsageError: one serves requests, or cannot.
+        """
+        models = self._scheduler.list_loaded()
+        matches = [model for model in models if model.find_variants(reference, digest)]
+        if any(model.is_text for model in matches):
+            raise UsageError(f"{reference} is a language model, which cannot sleep", hint="stop it")
+        if count := sum(model.users for model in matches):
+            raise UsageError(
+                f"{reference} serves {count} requests",
+                hint="wait until they have ended, or stop it",
+            )
+        await asyncio.gather(*(self._scheduler.sleep(model) for model in matches))
+        return bool(matches)
+
     async def forget(self, digest: Digest) -> None:
         """Unload the model of an AImage that was removed, unless it serves others of its base."""
         for model in self._scheduler.list_loaded():

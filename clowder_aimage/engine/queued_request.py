@@ -165,7 +165,7 @@ class ModelSlot:
 
     def may_join(self, request: QueuedRequest) -> bool:
         """Return True if a request is served alone, or its pictures with those being served."""
-        if self.is_text or not self.served or self.runner is None:
+        if request.is_text or not self.served or self.runner is None:
             return True
         keys = [each.batch for each in (*self.served, request)]
         same = [key for key in keys if key is not None and key == keys[0]]

@@ -630,7 +630,8 @@ class ModelScheduler:
         model.runner = None
         model.served.clear()
         is_for_other = reason in ("room", "memory") and not model.is_stopped
-        if runner is not None and runner.is_discrete and is_for_other and may_sleep:
+        may_sleep = may_sleep and is_for_other and runner is not None and runner.is_discrete
+        if may_sleep or reason == "sleep":
             model.sleeper = runner
         self._drop(model)
         if runner is None:
@@ -673,6 +674,11 @@ class ModelScheduler:
         for model in asleep:
             self._end_sleep(model)
         return bool(asleep)
+
+    async def sleep(self, model: ModelSlot) -> None:
+        """Let a model leave its device; its process remains until its keep-alive is over."""
+        model.last_used = self._clock()
+        await _wait([self.unload(model, "sleep")])
 
     async def stop(self, model: ModelSlot) -> None:
         """Unload a model at once; it serves no further requests."""

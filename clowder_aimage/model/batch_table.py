@@ -1,4 +1,4 @@
-"""How many forward passes of a model are computed at once, by the size of a picture.
+"""The number of forward passes of a model that are computed at once, by the size of a picture.
 
 The limits are measured on the device: a large picture alone keeps it busy, several small ones share
 the time to read the weights.
@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 from clowder_aimage.errors import NoMemoryError
 
-# Sides of the pictures that are measured, and the numbers of passes
-SIDES = (256, 512, 768, 1024)
+# Sides of the pictures that are measured, and the numbers of passes; smaller ones gain as much
+SIDES = (512, 768, 1024)
 COUNTS = (2, 4, 8)
 # A batch has to take less than this share of the time of its passes in smaller ones, since each
 # picture waits for all others

@@ -10,7 +10,7 @@ from clowder_aimage.model.batch_table import BatchTable, measure_table, parse_ba
 from clowder_aimage.model.library_choice import MLX, TORCH, TorchTuning
 
 # Milliseconds of a pass of an H100, alone and of each of several: Z-Image in fp8
-H100 = {256: (10, 6, 4, 3.8), 512: (20.2, 17.5, 15.0, 14.6), 768: (43, 42, 41.5, 41)}
+H100 = {512: (20.2, 17.5, 15.0, 14.6), 768: (43, 42, 41.5, 41)}
 H100 |= {1024: (69.4, 67.5, 66.3, 66.0)}
 
 
@@ -22,7 +22,7 @@ def test_the_table_follows_from_the_times_of_the_device() -> None:
         return count * H100[side][(1, 2, 4, 8).index(count)] / 1000
 
     table = measure_table(time_passes)
-    assert table.limits == {256**2: 4, 512**2: 4}
+    assert table.limits == {512**2: 4}
     # Larger pictures keep the device as busy as those of 768
     assert timed[-2:] == [(768, 1), (768, 2)]
     assert [table.get_limit(side**2) for side in (64, 256, 512, 513, 1024)] == [4, 4, 4, 1, 1]
@@ -33,11 +33,11 @@ def test_a_device_that_gains_nothing_or_has_no_memory_has_no_batches() -> None:
     assert measure_table(lambda _, count: 0.93 * count).limits == {}
 
     def time_passes(side: int, count: int) -> float:
-        if side * count > 1024:
+        if side * count > 2048:
             raise NoMemoryError("the memory of the GPU is insufficient")
         return 1.0
 
-    assert measure_table(time_passes).limits == {256**2: 4, 512**2: 2}
+    assert measure_table(time_passes).limits == {512**2: 4, 768**2: 2, 1024**2: 2}
     assert BatchTable().largest == 1
 
 

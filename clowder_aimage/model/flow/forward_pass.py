@@ -28,7 +28,7 @@ class ForwardPass:
 
 @dataclass(slots=True, eq=False)
 class PassRecord:
-    """How the passes of pictures were computed.
+    """The way in which the passes of pictures were computed.
 
     batch: the most passes at once. forms: those in which layers were computed.
     """

@@ -22,7 +22,7 @@ LENGTH, RANK, PICTURES = 64, 16, 3
 
 
 class Variant(NamedTuple):
-    """What code is compiled for: each variant is other code.
+    """Properties of inputs for which code is compiled: each variant is other code.
 
     branches: rows of those of adapters: none, one for all pictures, or one for each. is_batch: of
     several pictures. has_mask: their captions have several lengths.
