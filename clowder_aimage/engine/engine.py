@@ -278,7 +278,9 @@ class Engine:
             remaining = request.estimate_remaining(timestamp, mean)
             if total is None or remaining is None:
                 return None
-            total += remaining / (self.limits.parallel if request.is_text else 1)
+            # Pictures that are computed at once end together
+            served = request.model.served if request.is_begun and request.model else ()
+            total += remaining / (self.limits.parallel if request.is_text else max(1, len(served)))
             if request.is_begun:
                 at_work.add(request.model)
         return None if total is None else total / max(1, len(at_work))

@@ -6,11 +6,10 @@ the time to read the weights.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from clowder_aimage.errors import NoMemoryError
+from clowder_aimage.errors import NoMemoryError, UsageError
 
 # Sides of the pictures that are measured, and the numbers of passes; smaller ones gain as much
 SIDES = (512, 768, 1024)
@@ -22,6 +21,8 @@ _SHARE = 0.9
 
 # Passes that may be asked for
 _MOST = 64
+# Pixels, more than any picture has
+_EVERY_SIZE = 1 << 40
 
 
 def parse_batch(value: object) -> int | None:
@@ -48,7 +49,7 @@ class BatchTable:
     @classmethod
     def of_count(cls, count: int) -> BatchTable:
         """Return the table of a limit for pictures of all sizes."""
-        return cls({sys.maxsize: count} if count > 1 else {})
+        return cls({_EVERY_SIZE: count} if count > 1 else {})
 
     @classmethod
     def parse(cls, entries: object) -> BatchTable:
@@ -93,8 +94,8 @@ def measure_table(
 ) -> BatchTable:
     """Return the table that follows from the seconds of ``count`` passes for pictures of a side.
 
-    ``time_passes`` may raise NoMemoryError. Larger pictures than those that do not gain are not
-    measured.
+    ``time_passes`` may raise NoMemoryError, or UsageError for a side. Larger pictures than those
+    that do not gain are not measured.
     """
     table = BatchTable()
     for side in sides:
@@ -106,7 +107,7 @@ def measure_table(
                 if seconds > _SHARE * each:
                     break
                 best, each = count, seconds
-        except NoMemoryError:
+        except (NoMemoryError, UsageError):
             pass
         if best == 1:
             break

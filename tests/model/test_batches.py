@@ -231,6 +231,24 @@ def test_an_error_of_one_picture_leaves_the_others(
     compare(alone, [made[0], made[2]], [requests[0], requests[2]])
 
 
+def test_an_error_of_the_device_ends_all_that_it_computes(
+    together: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is only known after the passes were called; later pictures are not ended."""
+
+    def fail() -> None:
+        raise ModelError("the GPU is gone")
+
+    turns = Turns(together)
+    with monkeypatch.context() as patch:
+        patch.setattr(together.library, "pace", fail)
+        for seed in (1, 2):
+            turns.add(SMALL.change(seed=seed))
+        turns.finish()
+    assert [str(error) for error in turns.errors.values()] == ["the GPU is gone"] * 2
+    assert len(_images(together, SMALL)) == 1
+
+
 def test_a_batch_without_memory_is_computed_in_parts_from_then_on(
     alone: Any, together: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -121,8 +121,10 @@ class ArrayLibrary(Protocol):
         """Return the seconds that the device needs for work, after it was done once."""
         ...
 
-    def load_batches(self, model: object, time_passes: Callable[[int, int], float]) -> None:
-        """Set ``batches`` for a model, by an earlier measurement or by ``time_passes``.
+    def load_batches(
+        self, model: object, time_passes: Callable[[int, int], float] | None = None
+    ) -> None:
+        """Set ``batches`` for a model, by an earlier measurement, else by ``time_passes``.
 
         model: what tells models of other shapes apart. time_passes: as of ``measure_table``.
         """

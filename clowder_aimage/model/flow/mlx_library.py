@@ -105,7 +105,9 @@ class MlxLibrary:
         work()
         return time.perf_counter() - begun
 
-    def load_batches(self, model: object, time_passes: Callable[[int, int], float]) -> None:
+    def load_batches(
+        self, model: object, time_passes: Callable[[int, int], float] | None = None
+    ) -> None:
         """Do nothing: pictures are computed one after another."""
 
     def pace(self) -> None:

@@ -30,14 +30,23 @@ class PassComputer:
         """Compute the passes of steps. Their errors are stored, each in its step."""
         groups: dict[Hashable, list[Row]] = {}
         for step in steps:
-            for each in step.passes:
-                key = self._build_key(step, each)
-                groups.setdefault(id(each) if key is None else key, []).append((step, each))
+            try:
+                keys = [self._build_key(step, each) or id(each) for each in step.passes]
+            except Exception as error:
+                step.error = error
+                continue
+            for key, each in zip(keys, step.passes, strict=True):
+                groups.setdefault(key, []).append((step, each))
         for rows in groups.values():
             limit = self._get_limit(rows[0][0])
             for start in range(0, len(rows), limit):
                 self._compute_rows(rows[start : start + limit])
-        self._networks.library.pace()
+        try:
+            self._networks.library.pace()
+        except Exception as error:
+            # The device computes later than it is called
+            for step in steps:
+                step.error = step.error or error
 
     def _get_limit(self, step: StepPasses) -> int:
         """Return how many passes are computed at once, by the table and the memory."""

@@ -16,6 +16,7 @@ from clowder_aimage.adapter.loaded_adapter import Use
 from clowder_aimage.errors import NoMemoryError, UsageError
 from clowder_aimage.generation.effect import compute_schedule_steps
 from clowder_aimage.generation.request import GenerateRequest, compute_first_step
+from clowder_aimage.model.batch_table import BatchTable
 from clowder_aimage.model.flow.array_library import ArrayLibrary
 from clowder_aimage.model.flow.conditioning import Conditioning
 from clowder_aimage.model.flow.denoiser import Denoiser, Drawing, plan_previews
@@ -130,15 +131,17 @@ class FlowPipeline:
         Returns a description of the networks that stay. Raises as ``ModelWeights.apply`` does.
         """
         stages, budget = self._list_all_stages(request), self.networks.budget
-        if budget.keeps(stages) and not budget.is_last:
+        if not budget.keeps(stages):
+            # Pictures in turns would load networks again and again
+            self.library.batches = BatchTable()
+        elif budget.is_last:
+            self.library.load_batches(self.family.transformer)
+        else:
             for stage in stages:
                 budget.use(stage)
             if self.library.is_warmed_up:
                 self._warm_up(request)
                 self.library.load_batches(self.family.transformer, self._time_passes)
-        else:
-            # Each pass would load the transformer again
-            self.library.batches.limits.clear()
         return budget.describe(stages)
 
     def sleep(self) -> None:
@@ -165,8 +168,12 @@ class FlowPipeline:
                 pass
 
     def _time_passes(self, side: int, count: int) -> float:
-        """Return the seconds of passes at once, for pictures of a side. Raises NoMemoryError."""
+        """Return the seconds of passes at once, for pictures of a side.
+
+        Raises NoMemoryError; UsageError if the model does not support the side.
+        """
         request = GenerateRequest.of(_WARM_UP, steps=1, width=side, height=side)
+        self.family.sides.check(request)
         conditioning, schedule = self.build_conditioning(request), self.schedule(request)
         drawings = [
             self.denoiser.begin(request, None, schedule, conditioning, seed)

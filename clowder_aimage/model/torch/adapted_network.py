@@ -25,8 +25,8 @@ from clowder_aimage.model.torch.operation import Branch, Branching, Linear
 Changes = Sequence[tuple[Change, float]]
 # Ranks of branches in compiled blocks are multiples of it: kernels prefer such sizes
 _MULTIPLE = 16
-# Adapters of which it is remembered if they have branches only
-_RECENT = 100
+# Adapters of which it is remembered if they have branches only, and sets of them with branches
+_RECENT, _KEPT = 100, 4
 
 
 @dataclass(slots=True)
@@ -71,9 +71,11 @@ class TorchAdaptation(NetworkAdaptation):
         self._forget()
         blocks = self._network.blocks
         compiled = set(blocks.iter_branching()) if blocks and blocks.is_compiled else set()
-        # Those of the pictures that stay in a batch are not built again
-        built = {uses: self._built.get(uses, {}) for uses in rows if self.can_mix(uses)}
-        self._built = {uses: built.get(uses) or self._build(uses, compiled) for uses in rows}
+        for uses in dict.fromkeys(rows):
+            # The last ones are the most recently used
+            self._built[uses] = self._built.pop(uses, {}) or self._build(uses, compiled)
+        while len(self._built) > max(len(rows), _KEPT):
+            del self._built[next(iter(self._built))]
         # All layers of compiled blocks have a branch: their code is the same
         layers = {layer for uses in rows for layer in self._built[uses]}
         layers |= compiled if layers else set()
@@ -81,6 +83,9 @@ class TorchAdaptation(NetworkAdaptation):
             branches = [self._built[uses].get(layer) for uses in rows]
             self._undoing.append(partial(layer.set_branch, None))
             layer.set_branch(self._stack(layer, branches, is_equal=layer in compiled))
+        if len(rows) == 1 and not self.can_mix(rows[0]):
+            # Their changes of weights are made again
+            del self._built[rows[0]]
 
     def _build(self, uses: Sequence[Use], compiled: set[Branching]) -> dict[Branching, Branch]:
         """Return the branches of adapters; change the values of other tensors."""

@@ -303,7 +303,9 @@ class TorchLibrary:
             seconds.append(time.perf_counter() - begun)
         return min(seconds)
 
-    def load_batches(self, model: object, time_passes: Callable[[int, int], float]) -> None:
+    def load_batches(
+        self, model: object, time_passes: Callable[[int, int], float] | None = None
+    ) -> None:
         if self.tuning.batch is not None or self.tuning.reproducible:
             return
         file = None
@@ -311,9 +313,13 @@ class TorchLibrary:
             file = BatchFile(Path(self.tuning.compiled) / name_surroundings(self.device))
         # What else the times depend on
         key = f"{model} {self.dtype_name} {replace(self.tuning, compiled=None)}"
-        self.batches = (file and file.read(key)) or measure_table(time_passes)
-        if file is not None:
-            file.write(key, self.batches)
+        known = None if file is None else file.read(key)
+        if known is not None:
+            self.batches = known
+        elif time_passes is not None:
+            self.batches = measure_table(time_passes)
+            if file is not None:
+                file.write(key, self.batches)
 
     def pace(self) -> None:
         previous, self._last_step = self._last_step, self._queue.mark()
