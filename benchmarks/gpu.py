@@ -3,11 +3,12 @@
     python -m benchmarks.gpu --tiny
     python -m benchmarks.gpu --full --root /dev/shm/gpu --out gpu.jsonl --parts load,theirs
 
-Random weights are made on the device. Each part is a process of its own, with a limit of time, and
-writes its figures to ``--out`` as it has them, a JSON object a line, so that a run that is stopped
-has those before. A run ends within ``--seconds``, 345: parts that would begin later are left out,
-and named. The goals are compared at the end: they are those of one H100. ``--tiny`` runs the same
-parts with a small model, on a CPU too, which shows that they work and nothing else.
+Random weights are made on the device. Each part is a process of its own, and writes its figures to
+``--out`` as it has them, a JSON object a line, so that a run that is stopped has those before. A
+run ends within ``--seconds``, 345: parts that would begin later are left out, and named. With
+``--full`` each part has a limit of time too. The goals are compared at the end: they are those of
+one H100. ``--tiny`` runs the same parts with a small model, on a CPU too, which shows that they
+work and nothing else.
 """
 
 from __future__ import annotations
@@ -69,6 +70,8 @@ GOALS: dict[tuple[str, str], tuple[str, float]] = {
     ("worker fp8", "1024 in turn a second"): (">=", 1.5),
 }
 _GIB = 1 << 30
+# Passes at once of a small model, for which no device was measured to gain
+_TINY_BATCH = 4
 # Seconds for the end of a part that was too slow
 _END = 8
 # Files and blobs take 41 GB, which a disk may read more slowly than a GPU
@@ -77,7 +80,10 @@ _MEMORY = Path("/dev/shm")
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The options of a run. ``sides``: of large and of small pictures; ``repeat``: of each."""
+    """The options of a run. ``sides``: of large and of small pictures; ``repeat``: of each.
+
+    batch: the passes at once; None for as many as the device is measured to gain by.
+    """
 
     root: Path
     out: Path
@@ -86,12 +92,13 @@ class Run:
     steps: int
     repeat: int
     clients: int
+    batch: int | None = None
 
     @classmethod
     def of(cls, options: argparse.Namespace) -> Run:
         if options.full:
             return cls(options.root, options.out, "full", (1024, 512), 8, 3, 8)
-        return cls(options.root, options.out, "tiny", (64, 32), 2, 2, 2)
+        return cls(options.root, options.out, "tiny", (64, 32), 2, 2, 2, _TINY_BATCH)
 
     def write(self, part: str, **figures: Any) -> None:
         """Add figures of a part to the file, and print them."""
@@ -181,6 +188,7 @@ def ours(run: Run, way: str) -> None:
     begun = time.perf_counter()
     from clowder_aimage.generation.request import GenerateRequest
     from clowder_aimage.layout import ImageLayout
+    from clowder_aimage.layout.compiled import open_compiled
     from clowder_aimage.layout.stored_aimage import read_aimage
     from clowder_aimage.model.library_choice import TorchTuning
     from clowder_aimage.model.loader import load_pipeline
@@ -190,7 +198,11 @@ def ours(run: Run, way: str) -> None:
     layout = ImageLayout(run.root / "store")
     aimage = read_aimage(layout, Reference.parse(NAME)).aimage
     write = measure_on_device(run, way)
-    tuning = TorchTuning(**WAYS[way][0])
+    # The measured batches are kept there for the worker
+    compiled = open_compiled(run.root / "store")
+    tuning = TorchTuning(
+        **WAYS[way][0], batch=run.batch, compiled=None if compiled is None else str(compiled)
+    )
     pipeline = load_pipeline(layout, aimage, backend="torch", dtype="bfloat16", tuning=tuning)
     write(**{"open s": round(time.perf_counter() - begun, 2)})
 
@@ -227,6 +239,16 @@ def ours(run: Run, way: str) -> None:
             f"step {label} ms": round(1000 * statistics.median(each[1] for each in taken), 2),
         }
         write(**figures)
+    write(batches=pipeline.library.batches.to_json())
+    side, label = run.sides[1], run.label(run.sides[1])
+    many = request(side).change(n=run.clients)
+    # The first time, code is compiled and passes are recorded
+    for _ in range(2):
+        begun = time.perf_counter()
+        images = [event for event in pipeline.generate(many) if isinstance(event, Image)]
+        seconds = time.perf_counter() - begun
+    figures = {f"{label} of {run.clients} a second": round(run.clients / seconds, 3)}
+    write(**figures, **{"passes at once": max(image.batch for image in images)})
     if way != "eager":
         # The same files are read in each way
         return
@@ -313,7 +335,7 @@ def worker(run: Run, way: str) -> None:
     begun = time.perf_counter()
     command = [*_aimage(run), "serve", "--addr", "127.0.0.1:0", "--backend", "torch"]
     command += ["--dtype", "bfloat16", "--default-model", NAME, "--log-level", "warning"]
-    command += ["--queue", "64", *WAYS[way][1]]
+    command += ["--queue", "64", *WAYS[way][1], "--batch", str(run.batch or "auto")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
@@ -326,8 +348,11 @@ def worker(run: Run, way: str) -> None:
                 ask(side, 0)
                 rate = _time(run.repeat + 1, partial(_ask_in_turn, ask, side))
                 run.write(part, **{f"{label} in turn a second": rate})
-                rate = _time(run.clients, partial(_ask_at_once, ask, side))
+                # Code for batches is compiled by the first small ones
+                for _ in range(2 if side == run.sides[1] else 1):
+                    rate = _time(run.clients, partial(_ask_at_once, ask, side))
                 run.write(part, **{f"{label} at once a second": rate})
+            run.write(part, batches=_find_batches(url))
         finally:
             process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -347,6 +372,13 @@ def _ask(url: str, steps: int, side: int, seed: int) -> None:
     with urllib.request.urlopen(request, timeout=300) as response:
         (answer,) = json.load(response)["data"]
     assert base64.b64decode(answer["b64_json"]).startswith(b"\x89PNG")
+
+
+def _find_batches(url: str) -> Any:
+    """Return the measured batches of the model."""
+    with urllib.request.urlopen(f"{url}/v1/worker", timeout=30) as response:
+        (model,) = json.load(response)["batches"]
+    return model["limits"]
 
 
 def _ask_in_turn(ask: Callable[[int, int], None], side: int, count: int) -> None:
@@ -395,7 +427,9 @@ def run_parts(options: argparse.Namespace) -> None:
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(options.root / "compiled"))
     for part in options.parts:
         # The rest is for the end of the process, and the summary
-        limit = min(PARTS[part], end - time.monotonic() - _END)
+        rest = end - time.monotonic() - _END
+        # A CPU compiles for minutes
+        limit = min(PARTS[part], rest) if options.full else rest
         if limit < min(20, PARTS[part]):
             run.write(part, error="left out: the time of the run is over")
             continue
@@ -419,7 +453,9 @@ def run_parts(options: argparse.Namespace) -> None:
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
+            # A compiler may have left the session with the other end of the pipe
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.communicate(timeout=_END)
         run.write(part, **{"part took s": round(time.monotonic() - begun, 1)})
     summarize(run)
 

@@ -16,10 +16,12 @@ from clowder_aimage.model.adapter_source import (
     AdapterSource,
     ControlSource,
 )
+from clowder_aimage.model.batch_table import BatchTable
 from clowder_aimage.model.flow.array_library import ArrayLibrary, DeviceMemory
 from clowder_aimage.model.library_choice import NO_TUNING, TorchTuning
 from clowder_aimage.model.loader import load_pipeline
 from clowder_aimage.model.pipeline import Image, Pipeline, PipelineEvent, Step
+from clowder_aimage.model.rounding import merge_forms
 from clowder_aimage.oci import Reference
 from clowder_aimage.pictures.input import PictureInputs, PreparedPicture, TiledPicture
 from clowder_aimage.pictures.provenance.marking import PictureMarking, plan_marking
@@ -65,9 +67,9 @@ class RunnableModel:
         return self._library.dtype_name
 
     @property
-    def forward(self) -> str:
-        """Return the form in which layers are computed, one of ``rounding``."""
-        return self._library.forward
+    def batches(self) -> BatchTable:
+        """Return how many forward passes are computed at once."""
+        return self._library.batches
 
     @property
     def device_memory(self) -> int | None:
@@ -122,17 +124,24 @@ class RunnableModel:
         Raises ModelError: the model's numbers cannot be computed with. Also the errors of a pull,
         and of ``AdapterSource.open``.
         """
+        return self.pipeline.complete(self.open(request))
+
+    def open(self, request: GenerateRequest) -> Generator[Any, None, None]:
+        """Yield as ``generate``; and passes, which ``Pipeline.compute`` computes in between.
+
+        Raises as ``generate``.
+        """
         picture = self.pictures.open(request) if self.pictures else None
         with self._use_adapters(request):
             if isinstance(picture, TiledPicture):
                 self.pipeline.check(request)
                 return self._guard(self._generate_tiles(request, picture))
-            events = self.pipeline.generate(request, *([picture.inputs] if picture else []))
+            events = self.pipeline.open(request, *([picture.inputs] if picture else []))
         return self._guard(events, picture)
 
     def _generate_tiles(
         self, request: GenerateRequest, picture: TiledPicture
-    ) -> Generator[PipelineEvent, None, None]:
+    ) -> Generator[Any, None, None]:
         """Yield the steps of all tiles of each picture, and the picture."""
         pixels = picture.parts[0].pixels
         assert pixels is not None  # noqa: S101 - enlarge sets it
@@ -142,15 +151,23 @@ class RunnableModel:
         for number in range(request.output.n):
             seed = request.sampling.seed + number
             tile = request.change(**size, seed=seed, n=1, previews=0, upscale=None)
-            finished = []
+            finished = list[Image]()
             for index, prepared in enumerate(picture.parts):
-                for event in self.pipeline.generate(tile, prepared):
+                # Those of a later request may be in use
+                with self._use_adapters(request):
+                    events = self.pipeline.open(tile, prepared)
+                for event in events:
                     if isinstance(event, Step):
                         done = index * event.total + event.index
                         yield Step(done, count * event.total, number)
                     elif isinstance(event, Image):
-                        finished.append(event.pixels)
-            yield Image(picture.finish(finished), seed, number)
+                        finished.append(event)
+                    else:
+                        yield event
+            pixels = picture.finish([image.pixels for image in finished])
+            batch = max(image.batch for image in finished)
+            form = merge_forms({image.forward for image in finished})
+            yield Image(pixels, seed, number, batch, form)
 
     def list_warnings(self, request: GenerateRequest) -> list[str]:
         """Return sentences about parameters without effect in a request. Raises as ``generate``."""
@@ -196,8 +213,8 @@ class RunnableModel:
             raise
 
     def _guard(
-        self, events: Generator[PipelineEvent, None, None], picture: PreparedPicture | None = None
-    ) -> Generator[PipelineEvent, None, None]:
+        self, events: Generator[Any, None, None], picture: PreparedPicture | None = None
+    ) -> Generator[Any, None, None]:
         with _computing():
             for event in events:
                 if isinstance(event, Image):
@@ -285,7 +302,6 @@ def describe_picture(
         **_collect_stated_values(request),
         "dtype": model.dtype,
         "backend": model.backend,
-        "forward": model.forward,
         **({"warnings": warnings} if warnings else {}),
         **({} if marking.mark else {"mark": False}),
     }

@@ -18,6 +18,7 @@ from clowder_aimage.api.answer_stream import (
 from clowder_aimage.api.batch.store import is_almost_full
 from clowder_aimage.api.service import Service
 from clowder_aimage.engine.executor import run_io
+from clowder_aimage.engine.queued_request import ModelSlot
 from clowder_aimage.http.api_error import RETRY_AFTER, ApiError
 from clowder_aimage.http.metrics_role import MetricsRole
 from clowder_aimage.http.route import INFER, Route, serve
@@ -36,6 +37,11 @@ def build_routes(service: Service, reserve: int = 0) -> list[Route]:
         *MetricsRole(service.metrics.format_text, INFER).build_routes(),
         serve(operation.EVENTS, health.stream_events),
     ]
+
+
+def _describe_batches(model: ModelSlot) -> dict[str, Any]:
+    limits = [] if model.runner is None else model.runner.batches.to_json()
+    return {"model": str(model.reference), "limits": limits, "requests": len(model.served)}
 
 
 class Health:
@@ -70,6 +76,7 @@ class Health:
         body: dict[str, Any] = {"version": __version__, "scope": scope}
         if scope is not None:
             body |= {"default_model": settings.default_model, "enhancer": settings.enhancer}
+            body["batches"] = [*map(_describe_batches, self._service.engine.list_loaded())]
         return web.json_response(body)
 
     async def stream_events(self, request: web.Request) -> web.StreamResponse:

@@ -36,6 +36,20 @@ class Readiness(TypedDict):
     ]
 
 
+class ModelBatch(TypedDict):
+    """The pictures of a loaded model that are computed at once."""
+
+    model: str
+    limits: Annotated[
+        list[tuple[int, int]],
+        Field(
+            description="The most forward passes at once, by the pixels of a picture; one for "
+            "larger pictures. A picture with guidance has two in each step."
+        ),
+    ]
+    requests: Annotated[int, Field(description="The requests that are computed now.")]
+
+
 class WorkerFacts(TypedDict):
     """A server, and the scope of the request's token."""
 
@@ -43,6 +57,7 @@ class WorkerFacts(TypedDict):
     scope: Literal["admin", "infer", "node"] | None
     default_model: NotRequired[str | None]
     enhancer: NotRequired[str | None]
+    batches: NotRequired[list[ModelBatch]]
     fleet: NotRequired[Annotated[str, Field(description="The fleet of a gateway.")]]
 
 
@@ -88,8 +103,8 @@ WORKER = Operation(
     "worker",
     "Show what the token of the request allows.",
     (Answer("The version, and the scope of the token.", WorkerFacts),),
-    details="`default_model`, `enhancer` and `fleet` are only in responses to requests with a "
-    "known token, or if the server requires none.",
+    details="`default_model`, `enhancer`, `batches` and `fleet` are only in responses to requests "
+    "with a known token, or if the server requires none.",
 )
 EVENTS = Operation(
     "GET",

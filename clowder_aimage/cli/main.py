@@ -80,6 +80,8 @@ GROUPS = {
         "serve": ("serve", "Serve models to clients."),
         "ps": ("ps", "List the models that a worker has loaded."),
         "stop": ("stop", "Unload a model from a worker."),
+        "sleep": ("sleep", "Let a model leave the GPU of a worker."),
+        "wake": ("sleep", "Load a model into a worker."),
         "gateway": ("gateway", "Serve models to clients by the workers of a fleet."),
         "fleet": ("fleet", "Prepare and observe a fleet of workers."),
         "node": ("node", "Keep specified models on this machine."),

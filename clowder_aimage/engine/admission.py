@@ -22,7 +22,7 @@ _LOAD_OPTIONS = (
     *("dtype", "text_encoder"),
     *("memory", "lora_dir", "context", "parallel", "mark"),
 )
-_TUNING = ("compile", "attention", "device", "compute", "reproducible")
+_TUNING = ("compile", "attention", "device", "compute", "reproducible", "batch")
 # Requests that wait at most, however short the wait is estimated
 MAX_WAITING = 256
 # The caller of a request, if its server tells callers apart: a name of its token
@@ -42,7 +42,8 @@ class EngineLimits:
     request's arrival to its last picture. text_deadline: seconds that a text may compute.
     picture_deadline: the same of pictures, as a multiple of the estimated time; 0 for no limit.
     backend: the library of image models, "auto", "mlx" or "torch"; backends: those of models by
-    their names. compile, attention, device, compute, reproducible: as in ``TorchTuning``.
+    their names. compile, attention, device, compute, reproducible, batch: as in
+    ``TorchTuning``.
     text_encoder: after a request, "keep" it in memory, "release" it and load it again for new
     prompts, or "auto" to keep it if it fits. memory: bytes for all models; None for the machine's
     memory. first: the
@@ -69,6 +70,7 @@ class EngineLimits:
     device: str | None = None
     compute: str | None = None
     reproducible: bool = False
+    batch: int | None = None
     dtype: str | None = None
     text_encoder: str = "auto"
     memory: int | None = None

@@ -51,7 +51,7 @@ from clowder_aimage.engine.machine import read_available_memory
 from clowder_aimage.engine.measurement import Measurement, Measurements
 from clowder_aimage.engine.metric import Metrics
 from clowder_aimage.engine.model_fetch import fetch, find
-from clowder_aimage.engine.queued_request import MakeRequest, ModelSlot, QueuedRequest
+from clowder_aimage.engine.queued_request import BatchKey, MakeRequest, ModelSlot, QueuedRequest
 from clowder_aimage.engine.scheduler import ModelScheduler
 from clowder_aimage.engine.schema_trials import SchemaTrials
 from clowder_aimage.engine.transfer_queue import TransferQueue
@@ -283,7 +283,9 @@ class Engine:
             remaining = request.estimate_remaining(timestamp, self._get_mean(request))
             if total is None or remaining is None:
                 return None
-            total += remaining / (self.limits.parallel if request.is_text else 1)
+            # Pictures that are computed at once end together
+            served = request.model.served if request.is_begun and request.model else ()
+            total += remaining / (self.limits.parallel if request.is_text else max(1, len(served)))
             if request.is_begun:
                 at_work.add(request.model)
         return None if total is None else total / max(1, len(at_work))
@@ -381,7 +383,9 @@ class Engine:
                     return
                 if request.is_suspect and error.part == GUILTY and request.model is not None:
                     self._scheduler.clear_suspects(request.model)
-                if not request.is_text or error.part == GUILTY or request.is_interrupted:
+                # A picture that was sent is not sent again
+                is_sent = not request.is_text and request.has_output
+                if is_sent or error.part == GUILTY or request.is_interrupted:
                     raise
                 # A request that is begun for the third time could go on for ever
                 if request.deaths:
@@ -407,6 +411,7 @@ class Engine:
         if isinstance(parameters, GenerateRequest):
             key = self._scheduler.build_key(request.reference, stored)
             request.seconds = self._times.estimate(key, parameters)
+            request.batch = BatchKey.of(parameters)
         return parameters
 
     async def _find_enhancer(self) -> None:
@@ -616,6 +621,7 @@ class Engine:
             elif isinstance(event, ImageEvent):
                 record("decode", timestamp - finished.pop(event.picture, previous))
                 request.has_output = True
+                self.metrics.batches.observe(event.facts.get("batch", 1))
                 event = replace(event, digest=digest)
             previous = timestamp
             emit(event)
@@ -691,6 +697,23 @@ class Engine:
         for model in matches:
             model.keep_alive = 0.0
         await self.expire()
+        return bool(matches)
+
+    async def sleep(self, reference: Reference, digest: Digest | None) -> bool:
+        """Let the models of a name or a digest leave their devices.
+
+        Returns False if none was in memory. Raises UsageError: one serves requests, or cannot.
+        """
+        models = self._scheduler.list_loaded()
+        matches = [model for model in models if model.find_variants(reference, digest)]
+        if any(model.is_text for model in matches):
+            raise UsageError(f"{reference} is a language model, which cannot sleep", hint="stop it")
+        if count := sum(model.users for model in matches):
+            raise UsageError(
+                f"{reference} serves {count} requests",
+                hint="wait until they have ended, or stop it",
+            )
+        await asyncio.gather(*(self._scheduler.sleep(model) for model in matches))
         return bool(matches)
 
     async def forget(self, digest: Digest) -> None:

@@ -29,6 +29,7 @@ SOURCES = ("registry", "mirror", "neighbour", "cache")
 _HOSTS = 20
 # Models with their own label
 _MODELS = 50
+_COUNTS = (1, 2, 4, 8, 16, 32, 64)
 _RATES = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 _SHORT = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 
@@ -67,6 +68,8 @@ class Metrics:
         labels = ["model", "outcome"]
         self.generations = histogram(f"{name}_duration_seconds", text, labels, buckets=_LONG)
         self.steps = histogram(f"{name}_step_seconds", "Time of one step.", buckets=_SHORT)
+        text = "Forward passes that were computed at once, at most, for a picture."
+        self.batches = histogram(f"{name}_batch_passes", text, buckets=_COUNTS)
 
         name = "aimage_text"
         text = "Tokens of prompts that were read and of texts that were generated."

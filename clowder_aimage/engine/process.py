@@ -16,8 +16,8 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Generator, Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -69,8 +69,16 @@ class _PinnedStore(LayeredStore):
         return self._manifest
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _OpenPictures:
+    """The pictures of a request that are being made; ``send`` encodes and sends one."""
+
+    events: Generator[Any, None, None]
+    send: Callable[[Any], None]
+
+
 class ModelProcess:
-    """One model and its requests, served one after another."""
+    """One model and its requests, in turns, or one after another."""
 
     def __init__(self, source: BinaryIO, target: BinaryIO) -> None:
         self._source, self._frames = source, FrameWriter(target)
@@ -95,6 +103,8 @@ class ModelProcess:
         self._memory: int | None = None
         # Served in turns, an event each
         self._texts: dict[int, Generator[_Text, None, None]] = {}
+        # Served in turns, a step each
+        self._pictures: dict[int, _OpenPictures] = {}
         self._leases = contextlib.ExitStack()
         self._sender = PictureSender(self._reporting_errors)
 
@@ -107,13 +117,18 @@ class ModelProcess:
                 self._execute(command)
 
     def _take_command(self) -> frame.Message | None:
-        """Return the next command, after turns of the open texts; None at the end."""
-        while self._texts and not self._is_stuck and self._commands.empty():
+        """Return the next command, after turns of the open requests; None at the end."""
+        while self._is_busy and not self._is_stuck and self._commands.empty():
             self._take_turns()
         return self._commands.get()
 
+    @property
+    def _is_busy(self) -> bool:
+        return bool(self._texts or self._pictures)
+
     def _take_turns(self) -> None:
-        """Send the next event of each open text."""
+        """Send the next event of each open text, and those of a step of all open pictures."""
+        self._take_step()
         for request_id, events in [*self._texts.items()]:
             with self._reporting_errors(request_id):
                 self._advance(request_id, events)
@@ -259,7 +274,8 @@ class ModelProcess:
         """Load the networks of a pipeline, and report them."""
         model = self._model
         plan, total = model.preload(self._defaults), model.device_memory or 0
-        facts = {"total": total, "discrete": model.memory.is_discrete}
+        facts: dict[str, Any] = {"total": total, "discrete": model.memory.is_discrete}
+        facts |= {"batches": model.batches.to_json()}
         self._report_loaded(model.backend, model.dtype, plan, **facts)
 
     def _sleep(self, command: frame.Message) -> None:
@@ -304,7 +320,7 @@ class ModelProcess:
         """Return the memory without that of other models."""
         return None if self._memory is None else max(1, self._memory - command["reserved"])
 
-    def _report_loaded(self, device: str, dtype: str, memory: str, **fields: int) -> None:
+    def _report_loaded(self, device: str, dtype: str, memory: str, **fields: Any) -> None:
         size = self._measure_memory()
         self._send("loaded", device=device, dtype=dtype, memory=memory, bytes=size, **fields)
 
@@ -348,27 +364,19 @@ class ModelProcess:
             thread.join()
 
     def _generate(self, command: frame.Message) -> None:
-        """Make the pictures of a request; its end is sent after the last one is encoded."""
-        request_id: int = command["id"]
-        try:
-            self._make_pictures(command)
-        except BaseException:
-            # Pictures that are finished come before the error
-            self._sender.wait(request_id)
-            raise
-        # The worker sends the next request
-        self._send("computed", request_id)
-        self._sender.put(request_id, partial(self._end, request_id), is_last=True)
-
-    def _make_pictures(self, command: frame.Message) -> None:
+        """Open the pictures of a request; steps are taken in turns with those of others."""
+        # They would load the networks of each other again
+        while self._pictures and self._model.batches.largest == 1:
+            self._take_step()
         from clowder_aimage.generate import describe_picture
         from clowder_aimage.generation.encoding import PictureEncoding
         from clowder_aimage.generation.request import GenerateRequest
-        from clowder_aimage.model.pipeline import Step
 
         # The worker sends requests only once the AImage is complete in the store
         self._is_complete = True
         request_id: int = command["id"]
+        # If the process ends before "started", it is because of this request
+        self._send("opening", request_id)
         request = GenerateRequest.of(**command["request"])
         encoding = PictureEncoding(**command["encoding"])
         # Metadata has the digest in a separate field
@@ -377,22 +385,61 @@ class ModelProcess:
         marking = model.plan_marking(request, self._signer, is_marked=self._is_marked)
         metadata = describe_picture(Reference.parse(name), model, request, marking)
         # Raises here, not on the first iteration, if the request cannot be served
-        events = model.generate(request)
+        events = model.open(request)
         self._send("started", request_id, warnings=metadata.get("warnings", []))
-        with contextlib.closing(events):
-            for event in self._iter_until_cancelled(request_id, events):
+        send = partial(
+            self._send_picture,
+            request_id,
+            metadata=metadata,
+            encoding=encoding,
+            marking=marking,
+        )
+        self._pictures[request_id] = _OpenPictures(events, send)
+
+    def _take_step(self) -> None:
+        """Let all open pictures go on to their next forward passes, and compute these at once."""
+        steps = []
+        for request_id in [*self._pictures]:
+            with self._reporting_errors(request_id):
+                steps += self._advance_pictures(request_id)
+        if steps:
+            self._model.pipeline.compute(steps)
+
+    def _advance_pictures(self, request_id: int) -> list[Any]:
+        """Send the events of a request up to its next passes, and return them; none at its end."""
+        from clowder_aimage.model.flow.forward_pass import StepPasses
+        from clowder_aimage.model.pipeline import Step
+
+        opened = self._pictures[request_id]
+        try:
+            while not (self._is_cancelled(request_id) or self._sender.has_failed(request_id)):
+                event = next(opened.events, None)
+                if isinstance(event, StepPasses):
+                    return [event]
+                if event is None:
+                    break
                 if isinstance(event, Step):
                     self._send("step", request_id, **asdict(event))
                 else:
-                    send = partial(
-                        self._send_picture, request_id, event, metadata, encoding, marking
-                    )
-                    self._sender.put(request_id, send)
+                    self._sender.put(request_id, partial(opened.send, event))
+        except BaseException:
+            del self._pictures[request_id]
+            # Pictures that are finished come before the error
+            self._sender.wait(request_id)
+            raise
+        del self._pictures[request_id]
+        opened.events.close()
+        # The worker sends the next request
+        self._send("computed", request_id)
+        # Its end is sent after the last picture is encoded
+        self._sender.put(request_id, partial(self._end, request_id), is_last=True)
+        return []
 
     def _send_picture(
         self,
         request_id: int,
         event: Any,
+        *,
         metadata: dict[str, Any],
         encoding: Any,
         marking: Any,
@@ -495,14 +542,6 @@ class ModelProcess:
         is_cancelled = self._is_cancelled(request_id)
         self._cancelled.discard(request_id)
         self._send("done", request_id, cancelled=is_cancelled, bytes=self._measure_memory())
-
-    def _iter_until_cancelled(self, request_id: int, events: Iterator[Any]) -> Iterator[Any]:
-        if request_id in self._cancelled:
-            return
-        for event in events:
-            yield event
-            if self._is_cancelled(request_id) or self._sender.has_failed(request_id):
-                return
 
     def _send(
         self, kind: str, request: int | None = None, data: bytes = b"", /, **fields: Any

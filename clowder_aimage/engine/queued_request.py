@@ -16,7 +16,7 @@ from clowder_aimage.engine.runner import Runner
 from clowder_aimage.engine.sent_text import SentText
 from clowder_aimage.errors import AImageError
 from clowder_aimage.generation.encoding import PictureEncoding
-from clowder_aimage.generation.request import LoraUse
+from clowder_aimage.generation.request import GenerateRequest, LoraUse
 from clowder_aimage.layout.stored_aimage import StoredAImage
 from clowder_aimage.model.pipeline import Step
 from clowder_aimage.model.text.runtime import find_runtime
@@ -34,6 +34,33 @@ _HINTS = {
     "drawing": "use fewer steps or a smaller picture",
     "writing": "request fewer tokens",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class BatchKey:
+    """The size and the steps of pictures; those of equal ones are computed at once.
+
+    passes: the forward passes of a step, of all pictures of the request.
+    """
+
+    width: int
+    height: int
+    steps: int
+    passes: int = field(compare=False)
+
+    @classmethod
+    def of(cls, request: GenerateRequest) -> BatchKey | None:
+        """Return the key of a request; None if its pictures are computed alone.
+
+        Those with a ControlNet, references or a cache of steps are, and those in tiles.
+        """
+        sampling, given = request.sampling, request.input
+        if request.control.image is not None or given.references or given.upscale:
+            return None
+        if sampling.cache_threshold:
+            return None
+        passes = request.output.n * (2 if request.guidance.scale else 1)
+        return cls(sampling.width, sampling.height, sampling.steps, passes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +166,17 @@ class ModelSlot:
         runner = self.runner
         return runner is not None and len(self.served) < runner.parallel and runner.is_free
 
+    def may_join(self, request: QueuedRequest) -> bool:
+        """Return True if a request is served alone, or its pictures with those being served."""
+        if request.is_text or not self.served or self.runner is None:
+            return True
+        keys = [each.batch for each in (*self.served, request)]
+        same = [key for key in keys if key is not None and key == keys[0]]
+        if len(same) < len(keys):
+            return False
+        limit = self.runner.batches.get_limit(same[0].width * same[0].height)
+        return sum(key.passes for key in same) <= limit
+
     @property
     def is_idle(self) -> bool:
         """Return True if no request is served, nor are pictures of one encoded."""
@@ -181,7 +219,8 @@ class QueuedRequest:
     ``begun_at``: when its process began with it, by the clock of the engine. ``computed``: the
     seconds in which earlier processes served it. ``deaths`` counts the processes that died while
     they served it with other requests. ``is_suspect``: it may have crashed a process, and is served
-    alone. ``is_trial``: its schema is tried, which takes no place of the model.
+    alone. ``is_trial``: its schema is tried, which takes no place of the model. ``batch``: what its
+    pictures have in common with others that are computed at once.
     """
 
     reference: Reference
@@ -212,6 +251,7 @@ class QueuedRequest:
     deaths: int = 0
     is_suspect: bool = False
     is_trial: bool = False
+    batch: BatchKey | None = None
     moved: asyncio.Event = field(default_factory=asyncio.Event)
     turn: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -253,8 +293,7 @@ class QueuedRequest:
 
     def count_step(self, step: Step, elapsed: float, pictures: int) -> None:
         """Estimate the seconds of the request from those of its steps so far."""
-        done = step.picture * step.total + step.index
-        self.seconds = elapsed * step.total * pictures / done
+        self.seconds = elapsed * step.total * pictures / step.done
 
     def estimate_remaining(self, timestamp: float, mean: float | None) -> float | None:
         """Return the seconds that it will be computed from now on; None if they are unknown.

@@ -35,6 +35,7 @@ from clowder_aimage.engine.request_text import RequestTexts
 from clowder_aimage.errors import AImageError, ModelError, NoMemoryError, StuckError
 from clowder_aimage.generation.encoding import PictureEncoding
 from clowder_aimage.generation.request import GenerateRequest
+from clowder_aimage.model.batch_table import BatchTable
 from clowder_aimage.model.pipeline import Step
 from clowder_aimage.model.text.language_model import (
     ContextError,
@@ -80,7 +81,7 @@ class Runner:
         self._replies: dict[int | None, asyncio.Queue[_Reply | None]] = {None: asyncio.Queue()}
         # The reason, after an invalid frame
         self._fault = ""
-        # Texts that the process has begun to prepare, and the last one, if it has not yet begun
+        # Requests that the process has begun to prepare, and the last one, if it has not yet begun
         self._opened: set[int] = set()
         self._opening: int | None = None
         # At most one request was open when the process ended
@@ -101,6 +102,8 @@ class Runner:
         # The GPU has memory of its own, and ``size`` is that of it
         self.is_discrete = False
         self.parallel = 1
+        # Of pictures
+        self.batches = BatchTable()
 
     @classmethod
     async def start(
@@ -144,7 +147,9 @@ class Runner:
     def _set_loaded(self, message: frame.Message, reference: str) -> None:
         self.device, self.dtype = message["device"], message["dtype"]
         self.size, self.context = message["bytes"], message.get("context", 0)
-        self.parallel, self.total = message.get("parallel", 1), message.get("total", 0)
+        self.batches = BatchTable.parse(message.get("batches", []))
+        self.parallel = message.get("parallel", self.batches.largest)
+        self.total = message.get("total", 0)
         self.is_discrete = message.get("discrete", False)
         _log.debug("memory", extra={"model": reference, "plan": message["memory"]})
 
@@ -310,7 +315,7 @@ class Runner:
             replies.put_nowait(None)
 
     def _track(self, message: frame.Message) -> bool:
-        """Note which text the process prepares; return True if the frame says that only.
+        """Note which request the process prepares; return True if the frame says that only.
 
         Also note that a request was computed.
         """

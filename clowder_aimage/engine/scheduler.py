@@ -266,9 +266,12 @@ class ModelScheduler:
 
     def _move(self, request: QueuedRequest, model: ModelSlot) -> ModelSlot:
         """Move a request that waits to a model on another GPU that is free; return its model."""
-        if request.is_trial or request.make is None or model.is_free or model.arrival:
+        if request.is_trial or request.make is None or model.arrival:
             return model
-        free = [copy for copy in self._list_copies(model) if copy.is_free]
+        if model.is_free and model.may_join(request):
+            return model
+        copies = self._list_copies(model)
+        free = [copy for copy in copies if copy.is_free and copy.may_join(request)]
         if not free or request.stored is None:
             return model
         copy = free[0]
@@ -328,8 +331,9 @@ class ModelScheduler:
 
     def arrange(self) -> None:
         """Serve the next requests and begin the next load."""
-        # Memories for which a request waits
+        # Memories for which a request waits, and models that first serve one alone
         full: set[Memory] = set()
+        closed: set[ModelSlot] = set()
         for request in list(self._queue):
             model = request.model
             if model is None or request.error is not None:
@@ -339,7 +343,10 @@ class ModelScheduler:
             if model.is_ready and (request.make is None or request.is_trial):
                 self._start(request, model)
             elif model.is_ready:
-                if model.is_free and memory not in full and self._may_start(request, model):
+                if not model.may_join(request):
+                    closed.add(model)
+                is_open = model.is_free and memory not in full and model not in closed
+                if is_open and self._may_start(request, model):
                     model.served.add(request)
                     self._start(request, model)
             elif model.load is None and memory not in full and not self._begin(model):
@@ -631,7 +638,8 @@ class ModelScheduler:
         model.runner = None
         model.served.clear()
         is_for_other = reason in ("room", "memory") and not model.is_stopped
-        if runner is not None and runner.is_discrete and is_for_other and may_sleep:
+        may_sleep = may_sleep and is_for_other and runner is not None and runner.is_discrete
+        if may_sleep or reason == "sleep":
             model.sleeper = runner
         self._drop(model)
         if runner is None:
@@ -674,6 +682,11 @@ class ModelScheduler:
         for model in asleep:
             self._end_sleep(model)
         return bool(asleep)
+
+    async def sleep(self, model: ModelSlot) -> None:
+        """Let a model leave its device; its process remains until its keep-alive is over."""
+        model.last_used = self._clock()
+        await _wait([self.unload(model, "sleep")])
 
     async def stop(self, model: ModelSlot) -> None:
         """Unload a model at once; it serves no further requests."""

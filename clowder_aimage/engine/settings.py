@@ -30,6 +30,7 @@ from clowder_aimage.document.schema import read_configuration
 from clowder_aimage.engine.admission import FOR_EVER, EngineLimits
 from clowder_aimage.engine.endpoint import DEFAULT_HOST
 from clowder_aimage.errors import UsageError
+from clowder_aimage.model.batch_table import parse_batch
 from clowder_aimage.oci import Reference
 from clowder_aimage.pictures.provenance.signing_settings import SigningSettings
 from clowder_aimage.registry.web_file import InputHosts
@@ -224,6 +225,7 @@ class Settings(CallerSettings):
     compile: Literal["never", "background", "now"] | None = None
     attention: str | None = None
     reproducible: bool = False
+    batch: Annotated[int | None, BeforeValidator(parse_batch)] = None
     device: Annotated[str | None, BeforeValidator(_check_device)] = None
     compute: Literal["fp8"] | None = None
     dtype: Literal["float32", "f32", "bfloat16", "bf16"] | None = None
@@ -258,6 +260,7 @@ class Settings(CallerSettings):
             "device",
             "compute",
             "reproducible",
+            "batch",
             "dtype",
             "text_encoder",
             "memory",

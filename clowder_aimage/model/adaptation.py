@@ -12,7 +12,7 @@ import numpy as np
 from clowder_aimage.adapter import dense
 from clowder_aimage.adapter.adapter import Change
 from clowder_aimage.adapter.loaded_adapter import Use
-from clowder_aimage.adapter.network_adaptation import NetworkAdaptation
+from clowder_aimage.adapter.network_adaptation import NetworkAdaptation, Rows
 from clowder_aimage.errors import ModelError
 from clowder_aimage.model.adapted_linear import AdaptedLinear, Effect, prepare
 from clowder_aimage.model.backend import Linear, mx
@@ -44,7 +44,8 @@ class Adaptation(NetworkAdaptation):
         super().__init__(component, sanitize, skip)
         self.dtype = dtype
 
-    def _put(self, uses: Sequence[Use]) -> None:
+    def _put(self, rows: Rows) -> None:
+        (uses,) = rows
         layers: dict[str, list[tuple[str, Use]]] = {}
         for use in uses:
             for name in self.list_tensors(use[0]):

@@ -47,8 +47,10 @@ class TorchTuning:
     backend, such as flash or sage; None for that of PyTorch. device: PyTorch's name of a device,
     such as cuda:1; None for the first GPU that works, else the CPU. compute: FP8 for products of
     8-bit floats in the layers of transformers; None for those of the compute type. compiled: the
-    directory for compiled code, for the next processes; None for that of PyTorch. reproducible:
-    compute in one form, each picture alone, and with the same result each time; also with MLX.
+    directory for compiled code and measurements, for the next processes; None for that of PyTorch.
+    batch: the most forward passes at once; None for as many as the device gains by, which is
+    measured. reproducible: compute in one form, each picture alone, and with the same result each
+    time; also with MLX.
     """
 
     compile: str | None = None
@@ -56,6 +58,7 @@ class TorchTuning:
     device: str | None = None
     compute: str | None = None
     reproducible: bool = False
+    batch: int | None = None
     compiled: str | None = field(default=None, compare=False)
 
     @property
@@ -65,6 +68,11 @@ class TorchTuning:
             return False
         return self.compile is not None or _find_driver() is not None
 
+    @property
+    def may_measure(self) -> bool:
+        """True unless it is certain that batches are not measured."""
+        return self.batch is None and not self.reproducible and _find_driver() is not None
+
     def check(self, library: str) -> None:
         """Reject options that ``library`` does not have. Raises UsageError."""
         if self.compile not in (None, NEVER) and self.reproducible:
@@ -72,10 +80,17 @@ class TorchTuning:
                 "compiled layers round differently before and after their compilation",
                 hint="compile, or compute reproducibly; not both",
             )
-        if replace(self, reproducible=False) != TorchTuning() and library != TORCH:
+        if self.reproducible and (self.batch or 1) > 1:
             raise UsageError(
-                f"{library} was selected, but a device, compilation, an attention backend and fp8 "
-                "are options of torch",
+                "a picture of a batch rounds differently",
+                hint="compute several at once, or reproducibly; not both",
+            )
+        # Without batches is what other libraries do
+        own = replace(self, reproducible=False, batch=None if self.batch == 1 else self.batch)
+        if own != TorchTuning() and library != TORCH:
+            raise UsageError(
+                f"{library} was selected, but a device, compilation, an attention backend, batches "
+                "and fp8 are options of torch",
                 remedy="use_torch",
             )
 
@@ -101,7 +116,7 @@ def parse_library_options(
     ``open_compiled`` returns the directory for compiled code, if that may be needed.
     """
     tuning = TorchTuning(**values.get("tuning", {}))
-    if tuning.may_compile and (compiled := open_compiled()) is not None:
+    if (tuning.may_compile or tuning.may_measure) and (compiled := open_compiled()) is not None:
         tuning = replace(tuning, compiled=str(compiled))
     return {**values, "tuning": tuning}
 

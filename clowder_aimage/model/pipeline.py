@@ -6,6 +6,8 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from clowder_aimage.model.rounding import EAGER
+
 # A worker without numpy stores models and still parses requests
 if TYPE_CHECKING:
     import numpy as np
@@ -15,7 +17,6 @@ if TYPE_CHECKING:
     from clowder_aimage.content.store import BlobFiles
     from clowder_aimage.dialect.aimage import AImage
     from clowder_aimage.generation.request import GenerateRequest
-
 # In the order of their use; adapters that are packed with a model first
 COMPONENTS = ("adapters", "text_encoder", "transformer", "vae")
 
@@ -46,11 +47,19 @@ class StoredControlNet:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The end of step ``index`` of ``total`` (1 to total), for picture ``picture`` (0 to n - 1)."""
+    """The end of step ``index`` of ``total`` (1 to total), for picture ``picture`` (0 to n - 1).
+
+    ``done``: the steps of all pictures so far; 0 for pictures that are made one after another.
+    """
 
     index: int
     total: int
     picture: int
+    done: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.done:
+            object.__setattr__(self, "done", self.picture * self.total + self.index)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,13 +78,15 @@ class Preview:
 class Image:
     """A finished picture: RGB ``pixels`` of shape (height, width, 3), uint8.
 
-    ``batch``: the pictures that were computed at once.
+    ``batch``: the most forward passes that were computed at once, of which a picture with guidance
+    has two. ``forward``: the form in which layers were computed, one of ``rounding``.
     """
 
     pixels: npt.NDArray[np.uint8]
     seed: int
     picture: int = 0
     batch: int = 1
+    forward: str = EAGER
 
     @property
     def width(self) -> int:
@@ -106,6 +117,23 @@ class Pipeline(Protocol):
         Raises:
             UsageError: Immediately, if this model does not support the request.
         """
+        ...
+
+    def open(
+        self, request: GenerateRequest, pictures: PictureInput | None = None
+    ) -> Generator[Any, None, None]:
+        """Yield as ``generate``; and passes, which ``compute`` computes before the next event.
+
+        So the pictures of several requests are made in turns. Raises as ``generate``.
+        """
+        ...
+
+    def compute(self, steps: Sequence[Any]) -> None:
+        """Compute passes that pictures wait for, those of several at once if it pays."""
+        ...
+
+    def complete(self, events: Generator[Any, None, None]) -> Generator[PipelineEvent, None, None]:
+        """Yield the events of ``open``, and compute the passes in between."""
         ...
 
     def set_memory(

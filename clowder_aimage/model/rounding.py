@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-# The forms in which layers are computed; mixed: eager until they were compiled
+# The forms in which layers are computed; mixed: some of them in either form
 EAGER, COMPILED, MIXED = "eager", "compiled", "mixed"
 # Of 255: in float32, and for pictures of a batch (tests/parity)
 _EXACT = 1
 # Measured at 1024 x 1024 in bfloat16 on an H100: MLX and PyTorch 9, PyTorch and diffusers 6
 _BFLOAT16 = 9
+
+
+def merge_forms(forms: Collection[str]) -> str:
+    """Return the form of a picture by those of its parts."""
+    if len(set(forms)) > 1:
+        return MIXED
+    return next(iter(forms), EAGER)
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,7 +50,8 @@ def encode_image(
     from clowder_aimage.model.picture_metadata import add_quality
 
     kind, quality = encoding.kind, encoding.quality
-    stated = add_quality({**facts, "seed": image.seed, "batch": image.batch}, kind, quality)
+    made = {"forward": image.forward, "seed": image.seed, "batch": image.batch}
+    stated = add_quality({**facts, **made}, kind, quality)
     shown = stated if encoding.has_facts else None
     data = encode_picture(image.pixels, shown, kind, quality, marking.mark)
     data = marking.sign(data, kind, shown)

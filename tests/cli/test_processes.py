@@ -43,6 +43,8 @@ CALLS = {
     "fleet": ("drain", 2),
     "ps": ("--store x", 2),
     "stop": ("x --store x", 2),
+    "sleep": ("x --store x", 2),
+    "wake": ("x --store x", 2),
     "config": ("show", 0),
     "resolve": ("x", 2),
     "repo": ("ls", 2),

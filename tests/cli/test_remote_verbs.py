@@ -432,6 +432,15 @@ def test_stop_unloads_a_model(at: Callable[[ScriptedWorker], Aimage]) -> None:
     assert first.value == {"model": "tiny:latest", "prompt": "", "stop": True, "stream": False}
 
 
+def test_sleep_and_wake_leave_and_load_a_model(at: Callable[[ScriptedWorker], Aimage]) -> None:
+    with ScriptedWorker(lambda _: says({"done": True})).running() as worker:
+        here = at(worker)
+        assert here("sleep", "tiny", "--json").value == {"asleep": "tiny:latest"}
+        assert here("wake", "tiny", "--json").value == {"loaded": "tiny:latest"}
+    common = {"model": "tiny:latest", "prompt": "", "stream": False}
+    assert [asked.value for asked in worker.asked] == [common | {"sleep": True}, common]
+
+
 def test_stop_of_an_unknown_model_fails(at: Callable[[ScriptedWorker], Aimage]) -> None:
     with ScriptedWorker(lambda _: says({"error": "no x"}, 404)).running() as worker:
         assert "no x" in at(worker)("stop", "x", code=3).err

@@ -11,6 +11,7 @@ from clowder_aimage.generation.request import GenerateRequest
 from clowder_aimage.model.backend import mx
 from clowder_aimage.model.flow.pipeline import FlowPipeline
 from clowder_aimage.model.pipeline import Image, Step
+from tests.model.denoise import denoise
 
 Outputs = dict[str, np.ndarray]
 """text (tokens, hidden); velocity (channels, height, width), of one unguided forward pass;
@@ -58,7 +59,7 @@ def ours(pipeline: FlowPipeline, request: GenerateRequest) -> Outputs:
     caption = transformer.build_caption(text)
     schedule = pipeline.schedule(request)
     noise = pipeline.denoiser.draw_noise(request, request.sampling.seed)
-    *_, final = pipeline.denoiser.denoise(noise, schedule, pipeline.build_conditioning(request))
+    *_, final = denoise(pipeline, noise, schedule, pipeline.build_conditioning(request))
     *steps, image = pipeline.generate(request)
     assert isinstance(image, Image)
     assert steps == [

@@ -28,6 +28,7 @@ from clowder_aimage.model.adapted_linear import AdaptedLinear
 from clowder_aimage.model.backend import mx
 from clowder_aimage.model.flow.pipeline import FlowPipeline
 from clowder_aimage.model.loader import load_pipeline
+from tests.model.denoise import denoise
 from tests.model.model_blobs import FolderStore
 from tests.model.random_model import pack, weights
 
@@ -166,7 +167,7 @@ def latents(pipeline: FlowPipeline, *uses: tuple[Adapter, float]) -> np.ndarray:
     pipeline.use_adapters([(LoadedAdapter(one.label, one), strength) for one, strength in uses])
     noise = pipeline.denoiser.draw_noise(REQUEST, REQUEST.sampling.seed)
     guide = pipeline.build_conditioning(REQUEST)
-    *_, final = pipeline.denoiser.denoise(noise, pipeline.schedule(REQUEST), guide)
+    *_, final = denoise(pipeline, noise, pipeline.schedule(REQUEST), guide)
     pipeline.state.captions.clear()
     return np.array(final)
 
@@ -243,7 +244,7 @@ def test_a_network_that_is_loaded_again_has_its_adapters(models: Models) -> None
     pipeline.networks.text_encoder.release()
     noise = pipeline.denoiser.draw_noise(REQUEST, REQUEST.sampling.seed)
     guide = pipeline.build_conditioning(REQUEST)
-    *_, final = pipeline.denoiser.denoise(noise, pipeline.schedule(REQUEST), guide)
+    *_, final = denoise(pipeline, noise, pipeline.schedule(REQUEST), guide)
     assert (np.array(final) == expected).all()
 
 

@@ -16,6 +16,7 @@ from clowder_aimage.model.backend import mx
 from clowder_aimage.model.flow.pipeline import FlowPipeline
 from clowder_aimage.model.loader import load_pipeline
 from tests.adapter.vectors import AdapterVector, vectors
+from tests.model.denoise import denoise
 from tests.model.model_blobs import FolderStore
 
 Model = tuple[FolderStore, AImage]
@@ -32,7 +33,7 @@ def latents(pipeline: FlowPipeline) -> np.ndarray:
     pipeline.state.captions.clear()
     noise = pipeline.denoiser.draw_noise(REQUEST, REQUEST.sampling.seed)
     guide = pipeline.build_conditioning(REQUEST)
-    *_, final = pipeline.denoiser.denoise(noise, pipeline.schedule(REQUEST), guide)
+    *_, final = denoise(pipeline, noise, pipeline.schedule(REQUEST), guide)
     return np.array(final)
 
 

@@ -21,6 +21,7 @@ from clowder_aimage.model.flow.pipeline import FlowPipeline
 from clowder_aimage.model.loader import load_pipeline
 from clowder_aimage.oci import Reference
 from tests.family.flux2_layout import transformer
+from tests.model.denoise import denoise
 from tests.model.random_flux2 import write_flux2
 
 Arrays = dict[str, np.ndarray]
@@ -47,7 +48,7 @@ def load(root: Path, store: Path) -> FlowPipeline:
 def latents(pipeline: FlowPipeline) -> np.ndarray:
     noise = pipeline.denoiser.draw_noise(REQUEST, REQUEST.sampling.seed)
     guide = pipeline.build_conditioning(REQUEST)
-    *_, final = pipeline.denoiser.denoise(noise, pipeline.schedule(REQUEST), guide)
+    *_, final = denoise(pipeline, noise, pipeline.schedule(REQUEST), guide)
     return np.array(final)
 
 

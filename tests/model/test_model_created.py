@@ -23,6 +23,7 @@ from clowder_aimage.model.weights import ModelWeights
 from clowder_aimage.oci import Descriptor, Reference, mediatype
 from clowder_aimage.tensor import Quantization
 from tests.conftest import TINY
+from tests.model.denoise import denoise
 from tests.model.quantized_blobs import judge
 from tests.model.random_model import weights, write_directory
 
@@ -43,7 +44,7 @@ def latents(
     create(store, NAME, directory, dialect=dialect, recipe=Recipe.parse(quantize=quantize))
     pipeline = load_pipeline(store, read_aimage(store, NAME).aimage, dtype="float32")
     noise, guide = pipeline.denoiser.draw_noise(REQUEST, 42), pipeline.build_conditioning(REQUEST)
-    *_, final = pipeline.denoiser.denoise(noise, pipeline.schedule(REQUEST), guide)
+    *_, final = denoise(pipeline, noise, pipeline.schedule(REQUEST), guide)
     return np.array(final)
 
 

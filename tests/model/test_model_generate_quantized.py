@@ -19,6 +19,7 @@ from clowder_aimage.model.flow.pipeline import FlowPipeline
 from clowder_aimage.model.loader import load_pipeline
 from clowder_aimage.model.pipeline import Image
 from clowder_aimage.model.quantized import QuantizedLinear
+from tests.model.denoise import denoise
 from tests.model.model_blobs import FolderStore
 from tests.model.random_model import pack, takes_codes, weights
 
@@ -44,7 +45,7 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Load:
 def latents(pipeline: FlowPipeline, request: GenerateRequest = REQUEST) -> np.ndarray:
     noise = pipeline.denoiser.draw_noise(request, request.sampling.seed)
     guide = pipeline.build_conditioning(request)
-    *_, final = pipeline.denoiser.denoise(noise, pipeline.schedule(request), guide)
+    *_, final = denoise(pipeline, noise, pipeline.schedule(request), guide)
     return np.array(final)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ import torch
 from diffusers import ZImagePipeline as Reference
 
 from clowder_aimage.generation.request import GenerateRequest
-from clowder_aimage.model.flow.denoiser import Denoiser
+from clowder_aimage.model.flow.denoiser import Drawing
 from clowder_aimage.model.pipeline import Image, PictureInput, Preview, Step
 from tests.model.model_oracle import TIME, Outputs, inputs
 
@@ -72,15 +71,14 @@ def made(
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Run our pipeline once: the latents after each step, and the pictures with their previews."""
     states: list[np.ndarray] = []
-    denoise = Denoiser.denoise
+    take_step = Drawing.take_step
 
-    def noted(*arguments: Any) -> Iterator[np.ndarray]:
-        for state in denoise(*arguments):
-            states.append(pipeline.library.to_floats(state))
-            yield state
+    def note(drawing: Drawing) -> None:
+        take_step(drawing)
+        states.append(pipeline.library.to_floats(drawing.latents))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Denoiser, "denoise", noted)
+        patch.setattr(Drawing, "take_step", note)
         events = [*pipeline.generate(request, given)]
     pictures = [one.pixels for one in events if isinstance(one, Image | Preview)]
     assert sum(isinstance(one, Step) for one in events) == len(states)

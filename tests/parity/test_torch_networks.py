@@ -164,6 +164,38 @@ def test_compiled_blocks_have_the_velocities_of_others(family: str) -> None:
             assert counter.frame_count == kinds + 2
 
 
+@pytest.mark.no_cover
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_batch_has_the_velocities_of_its_passes(family: str) -> None:
+    """Of captions of several lengths; compiled code is that of all numbers of pictures."""
+    kind, make, _ = FAMILIES[family]
+    torch.manual_seed(SEED)
+    theirs, config = make(random.Random(SEED))
+    randomise(theirs)
+    more = () if family == "zimage" else (None,)
+    # The transformer of FLUX.2 sees texts of one length
+    lengths = ((5, 5), (5, 37, 70, 33)) if family == "zimage" else ((5, 5), (9, 9, 9))
+    with count_compilations() as counter:
+        eager, compiled = (
+            load(kind, config, theirs, torch.float32, is_joined=True, compile=mode)
+            for mode in ("never", "now")
+        )
+        for some in (*lengths, *lengths):
+            latents = torch.randn(len(some), config.in_channels, 4, 6)
+            texts = [torch.randn(length, 40) for length in some]
+            times = [0.1 * (index + 2) for index in range(len(some))]
+            for network in (eager, compiled):
+                captions = [eager.build_caption(text) for text in texts]
+                passes = list(zip(latents, times, captions, strict=True))
+                alone = [eager(*each, *more) for each in passes]
+                found = network.compute_batch(passes)
+                for velocity, expected in zip(found, alone, strict=True):
+                    bound = 2e-5 * float(expected.abs().max())
+                    assert float((velocity - expected).abs().max()) <= bound
+        # Of one picture, and of several with masks and without; or of two kinds of blocks
+        assert counter.frame_count == (3 if family == "zimage" else 4)
+
+
 def check_control(config: ZImageConfig, eager: Any, compiled: Any) -> None:
     fields = config.in_channels, (0, 2), (0,), REFINER, config
     networks, latents = [], torch.randn(config.in_channels, 8, 6)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import threading
@@ -28,6 +29,7 @@ pytest.importorskip("diffusers")
 pytest.importorskip("transformers")
 
 from clowder_aimage.model.torch import compiler  # noqa: E402 - after the check of its library
+from clowder_aimage.model.torch import library as torch_library  # noqa: E402
 from clowder_aimage.model.torch.attention import attend  # noqa: E402
 from clowder_aimage.model.torch.graph import PassCache  # noqa: E402
 from tests.parity.compiling import compile_with, count_compilations  # noqa: E402
@@ -135,7 +137,7 @@ def test_blocks_that_are_compiled_in_a_thread_are_used_when_they_are_ready(
     assert counter.frame_count == 2
     networks = compiled.networks
     blocks = networks.transformer.get().blocks
-    assert blocks.form.is_ready(blocks.has_branches)
+    assert blocks.form.is_ready(blocks.find_variant())
     latents = np.zeros((networks.vae.config.latent_channels, 36, 44), np.float32)
     assert np.abs(networks.decode(latents) - exact.networks.decode(latents).astype(int)).max() <= 1
     compare(compiled, exact, REQUEST)
@@ -145,6 +147,26 @@ def test_blocks_that_are_compiled_in_a_thread_are_used_when_they_are_ready(
         one.use_adapters([(adapter(one, 0.2), 1.0)])
     compare(compiled, exact, REQUEST)
     assert counter.frame_count == before and len(begun) == 3
+
+
+def test_pictures_state_the_form_in_which_they_were_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers that are copied to the device one by one are not compiled, whatever was asked for."""
+    # In place of compiled code, and another function than that of blocks as they are
+    monkeypatch.setattr(compiler, "_compile", lambda: functools.partial(compiler.call_block))
+    monkeypatch.setattr(torch_library, "check_compiler", lambda _: None)
+    pipeline = load(tmp_path, compile="now")
+
+    def find_form() -> str:
+        *_, image = pipeline.generate(REQUEST)
+        return image.forward
+
+    assert find_form() == "compiled"
+    pipeline.networks.transformer.get().blocks.use_layers()
+    # The decoder is compiled
+    assert find_form() == "mixed"
+    assert load(tmp_path).networks.library.forms == set()
 
 
 def test_blocks_that_cannot_be_compiled_are_called_as_they_are(
@@ -218,9 +240,9 @@ def test_blocks_that_become_ready_after_they_were_selected_are_not_recorded(
     monkeypatch.setattr(type(blocks.passes), "run", lambda *_: pytest.fail("recorded"))
     select = blocks.select
 
-    def select_before() -> Any:
-        run = select()
-        blocks.form._ready.add(blocks.has_branches)
+    def select_before(variant: Any) -> Any:
+        run = select(variant)
+        blocks.form._ready.add(blocks.find_variant())
         return run
 
     monkeypatch.setattr(blocks, "select", select_before)

@@ -20,6 +20,7 @@ from clowder_aimage.generation.request import GenerateRequest
 from clowder_aimage.importer import Provenance
 from clowder_aimage.importer.model_source import ModelForm
 from clowder_aimage.layout.layered_store import LayeredStore
+from clowder_aimage.model.batch_table import BatchTable
 from clowder_aimage.model.pipeline import Step
 from clowder_aimage.oci import Reference
 from clowder_aimage.registry import ClientOptions
@@ -82,6 +83,7 @@ class FakeRunner:
     pid, size, total, device, dtype, parallel = 0, 1000, 0, "none", "float32", 1
     cancellations: tuple[asyncio.Task[None], ...] = ()
     is_encoding = is_discrete = is_on_gpu = False
+    batches = BatchTable()
 
     def __init__(self) -> None:
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -17,7 +17,7 @@ from clowder_aimage.engine.admission import EngineLimits
 from clowder_aimage.engine.event import ImageEvent, StartedEvent
 from clowder_aimage.engine.process import ModelProcess
 from clowder_aimage.engine.runner import Runner
-from clowder_aimage.errors import ModelError
+from clowder_aimage.errors import ModelError, UsageError
 from clowder_aimage.importer import Provenance
 from clowder_aimage.layout.layered_store import LayeredStore
 from clowder_aimage.model import library_choice
@@ -384,3 +384,42 @@ def test_the_gpus_of_a_machine_are_counted_without_a_library(
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert library_choice.list_places.__wrapped__(backend) == places
     assert EngineLimits(device="cuda:5").places == ("cuda:5",)
+
+
+# -- on request
+
+
+def test_a_model_sleeps_on_request_and_the_next_request_wakes_it(gpu: Any) -> None:
+    """One that serves a request stays; one that is not loaded does too."""
+
+    async def play(engine: Any) -> list[str]:
+        reference = job("tiny")["reference"]
+        assert not await engine.sleep(reference, None)
+        await served(engine, job("tiny"))
+        (model,) = engine.list_loaded()
+        model.runner.is_running.clear()
+        client = Client(engine, job("tiny"))
+        await client.hears(StartedEvent)
+        with pytest.raises(UsageError, match="serves 1 requests"):
+            await engine.sleep(reference, None)
+        model.runner.is_running.set()
+        await client.result()
+        assert await engine.sleep(reference, None) and not engine.list_loaded()
+        assert [each.sleeper for each in engine._scheduler.models] == [model.sleeper]
+        await served(engine, job("tiny"))
+        return [*GpuRunner.log]
+
+    told = played(gpu, play, free=lambda: 8 * _MIB)
+    assert told == ["start", "sleep 4", "wake"]
+
+
+def test_a_model_without_a_gpu_sleeps_on_request(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GpuRunner, "is_discrete", False)
+
+    async def play(engine: Any) -> list[str]:
+        await served(engine, job("tiny"))
+        assert await engine.sleep(job("tiny")["reference"], None)
+        await served(engine, job("tiny"))
+        return [*GpuRunner.log]
+
+    assert played(gpu, play, free=lambda: 64 * _MIB) == ["start", "sleep 32", "wake"]

@@ -80,6 +80,10 @@ def test_ps_lists_a_model_until_it_is_stopped(here: Aimage) -> None:
     assert row["digest"] == here("ls", "--remote", "--json").value[0]["digest"]
     assert row["device"].startswith(("cpu", "gpu", "metal"))
     assert row["size"] > 1_000_000
+    assert here("sleep", "tiny").line == "tiny:latest"
+    assert here("ps", "--json").value == []
+    assert here("wake", "tiny").line == "tiny:latest"
+    assert len(here("ps", "--json").value) == 1
     assert here("stop", "tiny").line == "tiny:latest"
     assert here("ps", "--json").value == []
     assert here("stop", "tiny").line == "tiny:latest"  # stopping again succeeds

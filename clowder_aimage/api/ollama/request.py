@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from datetime import UTC, datetime
 from typing import Annotated, Any, ClassVar
 
@@ -26,7 +26,7 @@ from clowder_aimage.http.local_request import Request
 from clowder_aimage.http.route import ADMIN
 from clowder_aimage.layout.stored_aimage import StoredAImage
 from clowder_aimage.model.text.language_model import MAX_STOP, MAX_STOPS
-from clowder_aimage.oci import Descriptor
+from clowder_aimage.oci import Descriptor, Digest, Reference
 
 # Seconds of silence before an empty line is sent
 SILENCE = 10.0
@@ -60,7 +60,10 @@ def _read_stop(value: object) -> object:
 
 
 class OllamaBody(StreamedBody):
-    """The fields of a request that loads a model. ``stop`` as a flag is an extension."""
+    """The fields of a request that loads a model.
+
+    ``stop`` as a flag and ``sleep`` are extensions.
+    """
 
     # The texts of stop end an answer
     HAS_STOPS: ClassVar[bool] = False
@@ -78,6 +81,12 @@ class OllamaBody(StreamedBody):
         default=False,
         description="`true`: end the work of the model after the current step, and unload it. "
         "Texts: as in `options`.",
+    )
+
+    sleep: bool = Field(
+        default=False,
+        description="Let the model leave its device, if it serves no request, and load it again "
+        "for the next one, sooner than after `stop`.",
     )
 
     @property
@@ -127,9 +136,12 @@ class OllamaRequest:
             if not was_loaded and not await run_generation(self._resolve):
                 raise model_list.build_missing_error(self.reference)
             return web.json_response(self.build_line(done=True, done_reason="unload"))
+        if self._body.sleep:
+            self._check_admin("unload")
+            return await self._unload(self.service.engine.sleep)
         if self._body.keep_alive == 0:
             self._check_admin("unload")
-            return await self._unload()
+            return await self._unload(self.service.engine.release)
         events = self.service.engine.load(self.reference, **self.build_terms())
         return await self.stream(
             events, lambda _: None, self.build_line(done=True, done_reason="load")
@@ -153,10 +165,12 @@ class OllamaRequest:
         except NotFoundError:
             return None
 
-    async def _unload(self) -> web.StreamResponse:
+    async def _unload(
+        self, unload: Callable[[Reference, Digest | None], Awaitable[bool]]
+    ) -> web.StreamResponse:
         descriptor = await run_generation(self._resolve)
         digest = descriptor.digest if descriptor else None
-        was_loaded = await self.service.engine.release(self.reference, digest)
+        was_loaded = await unload(self.reference, digest)
         if digest is None and not was_loaded:
             raise model_list.build_missing_error(self.reference)
         return web.json_response(self.build_line(done=True, done_reason="unload"))

@@ -91,8 +91,7 @@ class PlainStream:
 
     def iter_frames(self, event: Event) -> Iterator[bytes]:
         if isinstance(event, Step):
-            step = event.picture * event.total + event.index
-            facts = {"step": step, "total": self._body.count * event.total}
+            facts = {"step": event.done, "total": self._body.count * event.total}
             yield answer_stream.encode_event("progress", facts)
         elif isinstance(event, PullingEvent):
             yield answer_stream.encode_event(
@@ -163,11 +162,10 @@ class OpenAIStream:
         )
 
     def _encode_progress(self, event: Step) -> bytes:
-        step = event.picture * event.total + event.index
         total = self._body.count * event.total
         if not self._has_progress:
-            return answer_stream.encode_comment(f"step {step} of {total}")
-        facts = {"step": step, "total": total, "created_at": int(time.time())}
+            return answer_stream.encode_comment(f"step {event.done} of {total}")
+        facts = {"step": event.done, "total": total, "created_at": int(time.time())}
         return self._encode_event("progress", facts)
 
     def _encode_completed(self, picture: ImageEvent) -> bytes:

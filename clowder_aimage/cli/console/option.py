@@ -51,6 +51,26 @@ def options(*decorators: Callable[[Any], Any]) -> Callable[[_F], _F]:
     return add
 
 
+def parse_with(parse: Callable[[Any], Any]) -> Callable[..., Any]:
+    """Return an option's callback that parses its value; a ValueError becomes a usage error."""
+
+    def parse_value(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
+        try:
+            return None if value is None else parse(value)
+        except ValueError as error:
+            raise click.BadParameter(str(error), ctx, param) from None
+
+    return parse_value
+
+
+def _check_batch(text: str) -> str:
+    """Return the text of --batch. Raises ValueError."""
+    from clowder_aimage.model.batch_table import parse_batch
+
+    parse_batch(text)
+    return text
+
+
 device_option = click.option(
     "--device",
     metavar="NAME",
@@ -75,6 +95,14 @@ torch_options = options(
         "[default: in the type of --dtype]",
     ),
     click.option(
+        "--batch",
+        metavar="COUNT",
+        callback=parse_with(_check_batch),
+        help="Forward passes that are computed at once, for several pictures of one size: a "
+        "number, off, or auto for as many as a GPU was measured to gain by (PyTorch). "
+        "[default: auto]",
+    ),
+    click.option(
         "--reproducible",
         is_flag=True,
         default=None,
@@ -82,18 +110,6 @@ torch_options = options(
     ),
     device_option,
 )
-
-
-def parse_with(parse: Callable[[Any], Any]) -> Callable[..., Any]:
-    """Return an option's callback that parses its value; a ValueError becomes a usage error."""
-
-    def parse_value(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
-        try:
-            return None if value is None else parse(value)
-        except ValueError as error:
-            raise click.BadParameter(str(error), ctx, param) from None
-
-    return parse_value
 
 
 def _remember(ctx: click.Context, param: click.Parameter, value: Any) -> None:

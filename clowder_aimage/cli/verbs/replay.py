@@ -174,7 +174,7 @@ def replay_picture(
     made_with = str(metadata.get("backend", ""))
     backend = backend or parse_backend(made_with)
     compute = parse_compute(made_with) if backend == TORCH else None
-    tuning = TorchTuning(device=device, compute=compute)
+    tuning = TorchTuning(device=device, compute=compute, batch=1)
     backend = choose_library(backend, tuning)
     fetched = fetch_model(reference, connect)
     dtype = metadata.get("dtype")
@@ -188,7 +188,7 @@ def replay_picture(
         height, width, *_ = rendered.pixels.shape
         raise VerificationError(f"{picture} was resized: expected {width}x{height}")
     is_equal = comparison.is_equal or comparison.largest <= tolerance
-    again = Rounding(model.backend, model.forward, model.dtype, rendered.batch)
+    again = Rounding(model.backend, rendered.forward, model.dtype, rendered.batch)
     expected = made.compute_bound(again)
     value = {
         "picture": picture,

@@ -51,6 +51,7 @@ from clowder_aimage.generation.parameter import list_parameters
 from clowder_aimage.generation.request import GenerateRequest, Guidance, LoraUse, Output, Sampling
 from clowder_aimage.generation.size import parse_size
 from clowder_aimage.model.adapter_source import OWN
+from clowder_aimage.model.batch_table import parse_batch
 from clowder_aimage.model.library_choice import AUTO, BACKENDS, TorchTuning
 from clowder_aimage.oci import Reference
 
@@ -230,6 +231,7 @@ def run(
         values["device"],
         values["compute"],
         reproducible=bool(values["reproducible"]),
+        batch=parse_batch(values["batch"]),
     )
     options = LocalOptions(
         dtype,

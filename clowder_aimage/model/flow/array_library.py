@@ -7,10 +7,13 @@ those of numpy.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+
+from clowder_aimage.model.batch_table import BatchTable
 
 Floats = npt.NDArray[np.float32]
 MIB = 1 << 20
@@ -66,6 +69,10 @@ class ArrayLibrary(Protocol):
     host_room: int
     # A warning about the device
     warning: str | None
+    # How many passes are computed at once
+    batches: BatchTable
+    # Those in which layers were computed since it was cleared, of ``rounding``
+    forms: set[str]
 
     @property
     def is_warmed_up(self) -> bool:
@@ -75,11 +82,6 @@ class ArrayLibrary(Protocol):
     @property
     def dtype_name(self) -> str:
         """Return the name of the compute type: float32 or bfloat16."""
-        ...
-
-    @property
-    def forward(self) -> str:
-        """Return the form in which layers are computed, one of ``rounding``."""
         ...
 
     def describe(self) -> str:
@@ -113,6 +115,19 @@ class ArrayLibrary(Protocol):
 
     def measure(self, values: Any) -> Any:
         """Return the norm of held numbers: a number, or one on the device."""
+        ...
+
+    def time(self, work: Callable[[], object]) -> float:
+        """Return the seconds that the device needs for work, after it was done once."""
+        ...
+
+    def load_batches(
+        self, model: object, time_passes: Callable[[int, int], float] | None = None
+    ) -> None:
+        """Set ``batches`` for a model, by an earlier measurement, else by ``time_passes``.
+
+        model: what tells models of other shapes apart. time_passes: as of ``measure_table``.
+        """
         ...
 
     def pace(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
@@ -94,6 +94,15 @@ class FlowFamily(NetworkConfigs, Protocol):
 
         latents, velocity: arrays of the library, (channels, height, width). time: 0 (noise) to 1
         (picture). inputs: from ``encode_pictures``. With a ``cache``, layers may be skipped.
+        """
+        ...
+
+    def predict_velocities(
+        self, transformer: Any, passes: Sequence[tuple[Any, float, Caption]]
+    ) -> Sequence[Any]:
+        """Return the velocities of several passes, computed at once: latents, time and caption.
+
+        The latents have the same shape.
         """
         ...
 

@@ -215,6 +215,12 @@ class MemoryBudget:
     def _has_room(self, size: float) -> bool:
         return self.memory is None or self._base_memory + size <= self.memory
 
+    def has_work(self, stage: Stage, pixels: int, count: int) -> bool:
+        """Return True if there is room for the work of ``count`` pictures, beside all networks."""
+        loaded = sum(module.size for module in self.modules if module.is_loaded)
+        work = self.estimate_work(stage.name, count * pixels, count * stage.work)
+        return self._has_room(loaded + work)
+
     def keeps(self, stages: Sequence[Stage]) -> bool:
         """Return True if the modules of all stages can stay in memory."""
         modules = {module for stage in stages for module in stage.modules}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ import numpy.typing as npt
 
 from clowder_aimage.model.adaptation import Adaptation
 from clowder_aimage.model.backend import STRIP, Network, describe, get_device_memory, is_on_gpu, mx
+from clowder_aimage.model.batch_table import BatchTable
 from clowder_aimage.model.compute.attention import MAX_SCORES
 from clowder_aimage.model.flow.array_library import Floats
 from clowder_aimage.model.flow.component import ModelComponents
@@ -19,7 +21,6 @@ from clowder_aimage.model.flow.memory_budget import Module, OffloadedModule
 from clowder_aimage.model.flow.pixels import to_pixels
 from clowder_aimage.model.flow.step_cache import StepCache
 from clowder_aimage.model.library_choice import describe_unused_gpu
-from clowder_aimage.model.rounding import EAGER
 from clowder_aimage.model.weights import ModelWeights
 from clowder_aimage.tensor.blas import is_fast
 
@@ -68,6 +69,7 @@ class MlxLibrary:
         self.memory = MlxMemory()
         # Its arrays are loaded from files again
         self.host_room = 0
+        self.batches, self.forms = BatchTable(), set[str]()
         self.warning = None if is_on_gpu() else describe_unused_gpu("MLX", _OTHER)
 
     @property
@@ -77,10 +79,6 @@ class MlxLibrary:
     @property
     def dtype_name(self) -> str:
         return str(self.dtype).removeprefix("mlx.core.")
-
-    @property
-    def forward(self) -> str:
-        return EAGER
 
     def describe(self) -> str:
         return describe()
@@ -101,6 +99,16 @@ class MlxLibrary:
     def limit_length(self, values: Floats, length: float) -> Floats:
         own = self.measure(values)
         return values * np.float32(length / own) if own > length else values
+
+    def time(self, work: Callable[[], object]) -> float:
+        begun = time.perf_counter()
+        work()
+        return time.perf_counter() - begun
+
+    def load_batches(
+        self, model: object, time_passes: Callable[[int, int], float] | None = None
+    ) -> None:
+        """Do nothing: pictures are computed one after another."""
 
     def pace(self) -> None:
         """Do nothing: numbers that are held have been computed."""

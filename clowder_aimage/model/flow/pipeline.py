@@ -1,27 +1,30 @@
 """The pipeline of all families: encode, denoise, decode.
 
-Follows the pipelines of diffusers 0.42, but makes pictures one after another: on a CPU two at once
-took 0.93 of the time of two, with twice the memory.
+Follows the pipelines of diffusers 0.42, but makes pictures one after another, unless the device was
+measured to gain by several at once: on a CPU two took 0.93 of the time of two, with twice the
+memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from clowder_aimage.adapter.loaded_adapter import Use
 from clowder_aimage.errors import NoMemoryError, UsageError
 from clowder_aimage.generation.effect import compute_schedule_steps
 from clowder_aimage.generation.request import GenerateRequest, compute_first_step
+from clowder_aimage.model.batch_table import BatchTable
 from clowder_aimage.model.flow.array_library import ArrayLibrary
 from clowder_aimage.model.flow.conditioning import Conditioning
-from clowder_aimage.model.flow.denoiser import Denoiser
+from clowder_aimage.model.flow.denoiser import Denoiser, Drawing, plan_previews
 from clowder_aimage.model.flow.family import FlowFamily, check_by_family, list_texts
+from clowder_aimage.model.flow.forward_pass import PassRecord, StepPasses
 from clowder_aimage.model.flow.memory_budget import Module, Stage
 from clowder_aimage.model.flow.networks import FlowNetworks
+from clowder_aimage.model.flow.pass_computer import PassComputer
 from clowder_aimage.model.flow.picture_encoder import PictureEncoder
 from clowder_aimage.model.flow.picture_size import check_arrays
 from clowder_aimage.model.flow.picture_start import find_painted_cells
@@ -38,8 +41,16 @@ from clowder_aimage.model.pipeline import (
     Image,
     PictureInput,
     PipelineEvent,
+    Preview,
+    Step,
     StoredControlNet,
 )
+from clowder_aimage.model.rounding import merge_forms
+
+# The prompt of pictures that only measure, or load kernels
+_WARM_UP = "a picture"
+# Of a request whose pictures may be computed with those of others
+OpenEvent = PipelineEvent | StepPasses
 
 
 class FlowPipeline:
@@ -57,6 +68,7 @@ class FlowPipeline:
         self.prompts = PromptEncoder(family, networks, self.state)
         self.pictures = PictureEncoder(networks, family.normalize)
         self.denoiser = Denoiser(family, networks)
+        self.passes = PassComputer(family, networks)
 
     @property
     def library(self) -> ArrayLibrary:
@@ -119,11 +131,17 @@ class FlowPipeline:
         Returns a description of the networks that stay. Raises as ``ModelWeights.apply`` does.
         """
         stages, budget = self._list_all_stages(request), self.networks.budget
-        if budget.keeps(stages) and not budget.is_last:
+        if not budget.keeps(stages):
+            # Pictures in turns would load networks again and again
+            self.library.batches = BatchTable()
+        elif budget.is_last:
+            self.library.load_batches(self.family.transformer)
+        else:
             for stage in stages:
                 budget.use(stage)
             if self.library.is_warmed_up:
                 self._warm_up(request)
+                self.library.load_batches(self.family.transformer, self._time_passes)
         return budget.describe(stages)
 
     def sleep(self) -> None:
@@ -146,8 +164,23 @@ class FlowPipeline:
         sides = {"width": request.sampling.width, "height": request.sampling.height}
         # The request for this size fails then, with the same error
         with suppress(NoMemoryError):
-            for _ in self.generate(GenerateRequest.of("a picture", steps=1, **sides)):
+            for _ in self.generate(GenerateRequest.of(_WARM_UP, steps=1, **sides)):
                 pass
+
+    def _time_passes(self, side: int, count: int) -> float:
+        """Return the seconds of passes at once, for pictures of a side.
+
+        Raises NoMemoryError; UsageError if the model does not support the side.
+        """
+        request = GenerateRequest.of(_WARM_UP, steps=1, width=side, height=side)
+        self.family.sides.check(request)
+        conditioning, schedule = self.build_conditioning(request), self.schedule(request)
+        drawings = [
+            self.denoiser.begin(request, None, schedule, conditioning, seed)
+            for seed in range(count)
+        ]
+        passes = [drawing.list_passes()[0] for drawing in drawings]
+        return self.library.time(partial(self.passes.predict, passes))
 
     def prepare(self, request: GenerateRequest) -> None:
         """Encode the texts of a request; they are cached. Raises as ``generate`` does."""
@@ -210,6 +243,29 @@ class FlowPipeline:
             UsageError: Immediately, if this model does not support the request.
             ModelError: Later, if the model computes values that are not finite.
         """
+        return self.complete(self.open(request, pictures))
+
+    def complete(
+        self, events: Generator[OpenEvent, None, None]
+    ) -> Generator[PipelineEvent, None, None]:
+        """Yield the events of ``open``; compute its passes."""
+        for event in events:
+            if isinstance(event, StepPasses):
+                self.compute([event])
+            else:
+                yield event
+
+    def compute(self, steps: Sequence[StepPasses]) -> None:
+        """Compute the passes that generations wait for, those of several at once if it pays."""
+        self.passes.compute(steps)
+
+    def open(
+        self, request: GenerateRequest, pictures: PictureInput | None = None
+    ) -> Generator[OpenEvent, None, None]:
+        """Yield as ``generate``; and passes, which ``compute`` computes before the next event.
+
+        Raises as ``generate``.
+        """
         # Not a generator: these errors are raised by the call, not by the first step
         self.check(request, pictures)
         count = 0 if pictures is None else len(pictures.references)
@@ -220,11 +276,17 @@ class FlowPipeline:
         if request.control.image is not None and self._control(request) is None:
             raise UsageError(f"the ControlNet {request.control.network} is not loaded")
         pictures = None if pictures is None else self.family.fit(pictures)
-        return self._generate(request, self.schedule(request), pictures)
+        return self._generate(request, self.schedule(request), pictures, self.state.adapters)
 
     def _generate(
-        self, request: GenerateRequest, schedule: Schedule, pictures: PictureInput | None
-    ) -> Generator[PipelineEvent, None, None]:
+        self,
+        request: GenerateRequest,
+        schedule: Schedule,
+        pictures: PictureInput | None,
+        adapters: tuple[Use, ...],
+    ) -> Generator[OpenEvent, None, None]:
+        # Those of a later request may be in use
+        self.use_adapters(adapters)
         conditioning, budget = self.build_conditioning(request), self.networks.budget
         encoded = None
         if pictures is not None:
@@ -232,33 +294,74 @@ class FlowPipeline:
             encoded, inputs = self.family.encode_pictures(*parts)
             conditioning = replace(conditioning, inputs=inputs)
         _, denoise, decode = self.list_stages(request)
-        pixels = request.sampling.pixels
-        # Latents of finished pictures, which are decoded later
-        waiting: list[tuple[Any, int, int]] = []
-        for picture in range(request.output.n):
-            seed = request.sampling.seed + picture
-            latents, keep = self.denoiser.begin(request, encoded, schedule, seed)
+        begin = partial(self.denoiser.begin, request, encoded, schedule, conditioning)
+        # Pictures that are finished, and are decoded later
+        waiting: list[tuple[int, Drawing]] = []
+        numbers, record = range(request.output.n), PassRecord()
+        for some in _split(numbers, self._count_at_once(request, conditioning)):
+            drawings = [begin(request.sampling.seed + number) for number in some]
             budget.use(denoise)
-            with budget.measure(denoise, count_step_pixels(request)):
-                steps = self.denoiser.iter_steps(
-                    request, latents, schedule, conditioning, picture, keep
-                )
-                for event, after in steps:
-                    yield event
-                    latents = after
-            waiting.append((latents, seed, picture))
-            is_last = picture == request.output.n - 1
-            if is_last:
+            step = StepPasses([], adapters, denoise, count_step_pixels(request), record)
+            yield from self._draw(request, some, drawings, step)
+            waiting += zip(some, drawings, strict=True)
+            if some[-1] == numbers[-1]:
                 budget.finish(*denoise.modules)
             elif not budget.keeps((denoise, decode)):
                 # The transformer is released once, not after each picture
                 continue
             budget.use(decode)
-            for latents, seed, number in waiting:
-                with budget.measure(decode, pixels):
-                    image = self.networks.decode(latents)
-                yield Image(image, seed, number)
+            for number, drawing in waiting:
+                yield self._decode(request, number, drawing, decode, record)
             waiting.clear()
+
+    def _count_at_once(self, request: GenerateRequest, conditioning: Conditioning) -> int:
+        """Return how many pictures of a request are computed at once.
+
+        Previews do not tell of which picture they are.
+        """
+        is_cached = bool(request.sampling.cache_threshold)
+        if request.output.previews or is_cached or conditioning.inputs is not None:
+            return 1
+        limit = self.library.batches.get_limit(request.sampling.pixels)
+        return max(1, limit // (1 if conditioning.negative is None else 2))
+
+    def _draw(
+        self, request: GenerateRequest, numbers: range, drawings: list[Drawing], step: StepPasses
+    ) -> Iterator[OpenEvent]:
+        """Take the steps of pictures, and yield them, each after its passes, as ``step``."""
+        total, count = drawings[0].total, len(drawings)
+        previewed = sorted(plan_previews(request.output.previews, total))
+        for index in range(1, total + 1):
+            step.passes = [each for drawing in drawings for each in drawing.list_passes()]
+            yield step
+            step.check()
+            for place, (number, drawing) in enumerate(zip(numbers, drawings, strict=True), 1):
+                drawing.take_step()
+                done = numbers[0] * total + (index - 1) * count + place
+                yield Step(index, total, number, done)
+                if index in previewed:
+                    yield self._preview(number, drawing, previewed.index(index), step)
+
+    def _preview(self, picture: int, drawing: Drawing, number: int, step: StepPasses) -> Preview:
+        parts = drawing.before, drawing.latents, drawing.schedule, drawing.count - 1
+        with self.networks.budget.measure(step.stage, step.pixels):
+            return Preview(self.denoiser.preview(*parts), number, picture)
+
+    def _decode(
+        self,
+        request: GenerateRequest,
+        number: int,
+        drawing: Drawing,
+        stage: Stage,
+        record: PassRecord,
+    ) -> Image:
+        """Return a finished picture, which states how it was computed."""
+        forms = self.library.forms
+        forms.clear()
+        with self.networks.budget.measure(stage, request.sampling.pixels):
+            pixels = self.networks.decode(drawing.latents)
+        form = merge_forms({*record.forms, *forms})
+        return Image(pixels, request.sampling.seed + number, number, record.batch, form)
 
     def schedule(self, request: GenerateRequest) -> Schedule:
         """Return the noise levels of the request's steps, size and shift. Raises UsageError."""
@@ -278,3 +381,9 @@ class FlowPipeline:
         """Return the request's texts, encoded and refined. Raises as ``PromptEncoder.encode``."""
         encode, denoise, _ = self.list_stages(request)
         return self.prompts.build_conditioning(request, encode, denoise)
+
+
+def _split(numbers: range, count: int) -> Iterator[range]:
+    """Yield parts of at most ``count`` numbers."""
+    for start in range(0, len(numbers), count):
+        yield numbers[start : start + count]

@@ -6,7 +6,7 @@ transformer attends to the padding; the distilled model has no guidance.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
@@ -154,12 +154,22 @@ class Flux2:
         cache: Any,
     ) -> Any:
         # This transformer takes the noise level, and returns the opposite direction
-        sigma = float(np.float32(1) - np.float32(time))
-        return -transformer(latents, sigma, caption, inputs, cache)
+        return -transformer(latents, _to_sigma(time), caption, inputs, cache)
+
+    def predict_velocities(
+        self, transformer: Any, passes: Sequence[tuple[Any, float, Caption]]
+    ) -> Sequence[Any]:
+        inputs = [(latents, _to_sigma(time), caption) for latents, time, caption in passes]
+        return [-velocity for velocity in transformer.compute_batch(inputs)]
 
     @property
     def draft(self) -> None:
         return None
+
+
+def _to_sigma(time: float) -> float:
+    """Return the noise level at a time."""
+    return float(np.float32(1) - np.float32(time))
 
 
 def _is_distilled(name: str, values: Mapping[str, Any]) -> bool:

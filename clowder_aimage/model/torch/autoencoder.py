@@ -11,8 +11,9 @@ import torch
 from torch.nn import functional
 
 from clowder_aimage.model.flow.config import AutoencoderConfig
+from clowder_aimage.model.rounding import COMPILED, EAGER
 from clowder_aimage.model.torch.attention import attend
-from clowder_aimage.model.torch.compiler import CompiledForm, Run, mark_variable
+from clowder_aimage.model.torch.compiler import CompiledForm, Run, call_block, mark_variable
 from clowder_aimage.model.torch.library import TorchLibrary, computing
 from clowder_aimage.model.torch.network import TorchNetwork
 from clowder_aimage.model.torch.operation import Linear, LinearGroup, build_parameter
@@ -288,6 +289,7 @@ class LatentDecoder(AutoencoderHalf):
         if self.module.post_quant_conv is not None:
             x = self.module.post_quant_conv(x)
         run = self._form.select(None, self._warm)
+        self._library.forms.add(EAGER if run is call_block else COMPILED)
         pixels: torch.Tensor = run(self.module.decoder, x)[0].permute(1, 2, 0)
         return pixels
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import gc
+import time
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,18 +16,18 @@ import numpy.typing as npt
 import torch
 
 from clowder_aimage.errors import ModelError, NoMemoryError
+from clowder_aimage.model.batch_table import BatchTable, measure_table
 from clowder_aimage.model.flow.array_library import MIB, Floats
 from clowder_aimage.model.flow.pixels import check_numbers
 from clowder_aimage.model.library_choice import (
     BACKGROUND,
     NEVER,
-    NOW,
     TorchTuning,
     choose_dtype_name,
 )
-from clowder_aimage.model.rounding import COMPILED, EAGER, MIXED
 from clowder_aimage.model.torch.attention import Attention, select_attention
-from clowder_aimage.model.torch.compile_cache import keep_compiled
+from clowder_aimage.model.torch.batch_file import BatchFile
+from clowder_aimage.model.torch.compile_cache import keep_compiled, name_surroundings
 from clowder_aimage.model.torch.compiler import check_compiler
 from clowder_aimage.model.torch.device import (
     CPU,
@@ -55,6 +57,8 @@ _TYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 _GRANTED = 9
 # Bytes of a process on a GPU of NVIDIA, before it computes
 _CONTEXT = 512 * MIB
+# Of a measurement, after the first one
+_TIMES = 2
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -166,6 +170,8 @@ class TorchLibrary:
         self.attention: Attention = select_attention(self.tuning.attention)
         self.warning: str | None = None
         self._queue = open_queue(device)
+        self.batches = BatchTable.of_count(self.tuning.batch or 1)
+        self.forms: set[str] = set()
         self.host = HostCache(self._queue)
         # Waits for the last step
         self._last_step = do_nothing
@@ -221,10 +227,6 @@ class TorchLibrary:
     @property
     def dtype_name(self) -> str:
         return str(self.dtype).removeprefix("torch.")
-
-    @property
-    def forward(self) -> str:
-        return {NEVER: EAGER, BACKGROUND: MIXED, NOW: COMPILED}[self.compile_mode]
 
     def describe(self) -> str:
         """Return PyTorch's version and device, such as ``torch 2.13.0 cpu`` or ``..., fp8``."""
@@ -287,6 +289,37 @@ class TorchLibrary:
     def limit_length(self, values: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
         # A comparison would wait for the device; the quotient of zeros is NaN
         return values * (length / self.measure(values)).nan_to_num(1.0).clamp(max=1)
+
+    @computing
+    def time(self, work: Callable[[], object]) -> float:
+        # The first time also starts what a device starts once
+        work()
+        seconds = []
+        for _ in range(_TIMES):
+            self._queue.mark()()
+            begun = time.perf_counter()
+            work()
+            self._queue.mark()()
+            seconds.append(time.perf_counter() - begun)
+        return min(seconds)
+
+    def load_batches(
+        self, model: object, time_passes: Callable[[int, int], float] | None = None
+    ) -> None:
+        if self.tuning.batch is not None or self.tuning.reproducible:
+            return
+        file = None
+        if self.tuning.compiled is not None:
+            file = BatchFile(Path(self.tuning.compiled) / name_surroundings(self.device))
+        # What else the times depend on
+        key = f"{model} {self.dtype_name} {replace(self.tuning, compiled=None)}"
+        known = None if file is None else file.read(key)
+        if known is not None:
+            self.batches = known
+        elif time_passes is not None:
+            self.batches = measure_table(time_passes)
+            if file is not None:
+                file.write(key, self.batches)
 
     def pace(self) -> None:
         previous, self._last_step = self._last_step, self._queue.mark()

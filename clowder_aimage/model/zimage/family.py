@@ -6,10 +6,10 @@ padding).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 
@@ -189,6 +189,11 @@ class ZImage:
         if inputs is not None:
             hints = partial(inputs.compute_hints, transformer, *arguments)
         return transformer(*arguments, cache, hints)
+
+    def predict_velocities(
+        self, transformer: Any, passes: Sequence[tuple[Any, float, Caption]]
+    ) -> Sequence[Any]:
+        return cast("Sequence[Any]", transformer.compute_batch(passes))
 
     @property
     def draft(self) -> Callable[[Floats], Pixels] | None:

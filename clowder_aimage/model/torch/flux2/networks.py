@@ -2,53 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import lru_cache, partial
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
 from clowder_aimage.model.flow.component import NetworkKinds
 from clowder_aimage.model.flow.conditioning import Caption
-from clowder_aimage.model.flow.rope_table import compute_axes_table
-from clowder_aimage.model.flow.time_embedding import embed_time
 from clowder_aimage.model.flux2.config import PATCH, TransformerConfig, VaeConfig, rename_tensor
 from clowder_aimage.model.flux2.family import STATES
 from clowder_aimage.model.flux2.reference_picture import (
-    Positions,
     ReferenceTokens,
     build_positions,
     place_words,
     to_tokens,
 )
 from clowder_aimage.model.torch.autoencoder import LatentDecoder, LatentEncoder
-from clowder_aimage.model.torch.blocks import LENGTH, BlockRunner
+from clowder_aimage.model.torch.blocks import LENGTH, ExampleInputs
 from clowder_aimage.model.torch.compiler import Run
 from clowder_aimage.model.torch.flux2.transformer import DoubleBlock, StepInputs, Transformer
 from clowder_aimage.model.torch.library import TorchLibrary, computing
-from clowder_aimage.model.torch.network import TorchNetwork
-from clowder_aimage.model.torch.operation import Table, build_parameter, to_table
+from clowder_aimage.model.torch.operation import Table, build_parameter
 from clowder_aimage.model.torch.step_cache import TorchStepCache
 from clowder_aimage.model.torch.text_encoder import TextEncoder
+from clowder_aimage.model.torch.transformer_network import (
+    PassInputs,
+    TransformerNetwork,
+    stack_captions,
+    stack_tables,
+)
 
-# Recent sizes of pictures and captions, whose tables are cached
-_SIZES = 16
 # A counter of the training
 _COUNT = "bn.num_batches_tracked"
 
 
-class Flux2Network(TorchNetwork):
-    """The transformer, for one picture."""
+class Flux2Network(TransformerNetwork):
+    """The transformer."""
 
     module: Transformer
-    blocks: BlockRunner
+    IS_EXACT = True
 
     def __init__(self, config: TransformerConfig, library: TorchLibrary) -> None:
-        self._config, self._library = config, library
-        self.module = Transformer(config, library.attention)
-        self.blocks = BlockRunner(library, self._iter_blocks, self._build_arguments)
-        self._table = lru_cache(_SIZES)(self._build_picture_table)
+        super().__init__(config, library, Transformer(config, library.attention))
 
     @computing
     def build_caption(self, features: torch.Tensor) -> Caption:
@@ -69,7 +65,7 @@ class Flux2Network(TorchNetwork):
         With a ``cache``, all blocks but the first may be skipped.
         """
         channels, height, width = latents.shape
-        inputs = self._build_inputs(latents, sigma, caption, pictures)
+        inputs = self._build_inputs([(latents, sigma, caption)], pictures)
         count = height * width
         if cache is None:
             tokens = self.blocks.run(partial(self._compute, count), inputs, constant=count)
@@ -77,53 +73,49 @@ class Flux2Network(TorchNetwork):
             tokens = self.module(inputs, count, self.blocks.select(), cache)
         return tokens[0].T.reshape(channels, height, width)
 
+    @computing
+    def compute_batch(self, passes: Sequence[PassInputs]) -> list[torch.Tensor]:
+        channels, height, width = passes[0][0].shape
+        count, inputs = height * width, self._build_inputs(passes)
+        options: dict[str, Any] = {"constant": count, "is_batch": True}
+        tokens = self.blocks.run(partial(self._compute, count), inputs, **options)
+        return [each.T.reshape(channels, height, width) for each in tokens]
+
     def _compute(self, count: int, run: Run, inputs: StepInputs) -> torch.Tensor:
         velocity: torch.Tensor = self.module(inputs, count, run)
         return velocity
 
     def _build_inputs(
-        self,
-        latents: torch.Tensor,
-        sigma: float,
-        caption: Caption,
-        pictures: ReferenceTokens | None,
+        self, passes: Sequence[PassInputs], pictures: ReferenceTokens | None = None
     ) -> StepInputs:
-        _, height, width = latents.shape
+        """Return the tensors of a forward pass; only one alone has reference ``pictures``."""
+        latents, sigmas, captions = zip(*passes, strict=True)
+        _, height, width = latents[0].shape
         # The reference scales the noise level by 1000, in float32
-        features = embed_time(float(np.float32(sigma) * np.float32(1000)))[None, None]
-        tokens, words = to_tokens(latents), caption.tokens.shape[1]
+        features = self._embed_times(sigmas, 1000)
+        tokens, (caption, _) = [to_tokens(each) for each in latents], stack_captions(captions)
+        words = caption.shape[1]
         if pictures is None:
-            rope = self._table(words, height, width)
+            (table,) = self._recall_tables(words, height, width)
+            rope = stack_tables([table] * len(passes), table[0].shape[1])
         else:
-            tokens = torch.cat([tokens, pictures.tokens])
+            tokens = [torch.cat([*tokens, pictures.tokens])]
             positions = build_positions(0, height, width), pictures.positions
             rope = self._build_table(place_words(words), *positions)
-        return StepInputs(tokens[None], self._library.to_array(features), caption.tokens, rope)
+        return StepInputs(torch.stack(tokens), features, caption, rope)
 
-    def _build_picture_table(self, words: int, height: int, width: int) -> Table:
-        return self._build_table(place_words(words), build_positions(0, height, width))
-
-    def _build_table(self, *positions: Positions) -> Table:
-        config = self._config
-        arrays = compute_axes_table(
-            np.concatenate(positions), config.axes_dims, config.rope_theta, is_exact=True
-        )
-        return to_table(arrays, self._library.device)
+    def _build_tables(self, words: int, rows: int, columns: int) -> tuple[Table, ...]:
+        return (self._build_table(place_words(words), build_positions(0, rows, columns)),)
 
     def _iter_blocks(self) -> Iterator[torch.nn.Module]:
         yield from (*self.module.transformer_blocks, *self.module.single_transformer_blocks)
 
-    def _build_arguments(self, block: torch.nn.Module) -> tuple[Any, ...]:
-        dim, build = self._config.dim, self.blocks.build_length
-        is_double = isinstance(block, DoubleBlock)
-        length = 2 * LENGTH if is_double else LENGTH
-        shape = 1, length, 1, self._config.head_dim // 2
-        rope = build(*shape, dtype=torch.float32), build(*shape, dtype=torch.float32)
-        if is_double:
-            modulations = (self.blocks.build_tensor(1, 1, 6 * dim) for _ in range(2))
-            streams = (build(1, LENGTH, dim) for _ in range(2))
-            return *streams, rope, *modulations
-        return build(1, LENGTH, dim), rope, self.blocks.build_tensor(1, 1, 3 * dim)
+    def _build_arguments(self, block: torch.nn.Module, example: ExampleInputs) -> Sequence[Any]:
+        dim, is_double = self._config.dim, isinstance(block, DoubleBlock)
+        streams = [example.build(LENGTH, dim) for _ in range(2 if is_double else 1)]
+        rope = example.build_table(len(streams) * LENGTH, self._config.head_dim)
+        width = 6 * dim if is_double else 3 * dim
+        return *streams, rope, *(example.build_once(1, width) for _ in streams)
 
     @staticmethod
     def sanitize(name: str) -> str:

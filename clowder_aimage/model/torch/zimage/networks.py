@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import lru_cache
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from clowder_aimage.model.flow.component import ControlKind, NetworkKinds
 from clowder_aimage.model.flow.conditioning import Caption
-from clowder_aimage.model.flow.rope_table import compute_axes_table
-from clowder_aimage.model.flow.time_embedding import embed_time
 from clowder_aimage.model.torch.autoencoder import LatentDecoder, LatentEncoder
-from clowder_aimage.model.torch.blocks import LENGTH, BlockRunner
+from clowder_aimage.model.torch.blocks import LENGTH, BlockRunner, ExampleInputs
 from clowder_aimage.model.torch.compiler import Run
 from clowder_aimage.model.torch.library import TorchLibrary, computing
 from clowder_aimage.model.torch.network import TorchNetwork
-from clowder_aimage.model.torch.operation import Table, to_table
+from clowder_aimage.model.torch.operation import Table
 from clowder_aimage.model.torch.step_cache import TorchStepCache
 from clowder_aimage.model.torch.text_encoder import TextEncoder
+from clowder_aimage.model.torch.transformer_network import (
+    PassInputs,
+    TransformerNetwork,
+    stack_captions,
+    stack_tables,
+)
 from clowder_aimage.model.torch.zimage.control import ControlNet
 from clowder_aimage.model.torch.zimage.transformer import (
     Hints,
@@ -31,7 +33,6 @@ from clowder_aimage.model.torch.zimage.transformer import (
 )
 from clowder_aimage.model.zimage.config import (
     PATCH,
-    Positions,
     TransformerConfig,
     VaeConfig,
     pad_length,
@@ -46,27 +47,25 @@ from clowder_aimage.model.zimage.control_config import (
     read_control_config,
 )
 
-# Recent sizes of pictures and captions, whose tables are cached
-_SIZES = 16
 
-
-class ZImageNetwork(TorchNetwork):
-    """The transformer, for one picture."""
+class ZImageNetwork(TransformerNetwork):
+    """The transformer."""
 
     module: Transformer
-    blocks: BlockRunner
 
     def __init__(self, config: TransformerConfig, library: TorchLibrary) -> None:
-        self._config, self._library = config, library
-        self.module = Transformer(config, library.attention)
-        self.blocks = BlockRunner(library, self._iter_blocks, self._build_arguments)
-        self._tables = lru_cache(_SIZES)(self._build_tables)
+        super().__init__(config, library, Transformer(config, library.attention))
 
     @computing
     def build_caption(self, features: torch.Tensor) -> Caption:
         """Return text features (length, channels) embedded and refined: (1, length, dim)."""
         rope = self._build_table(place_caption(pad_length(len(features))))
         return Caption(self.module.refine_caption(features[None], rope))
+
+    def get_caption_key(self, caption: Caption) -> tuple[int, ...]:
+        # A backend of attention may have no masks
+        is_masked = self._library.tuning.attention is None
+        return () if is_masked else super().get_caption_key(caption)
 
     @computing
     def __call__(
@@ -82,41 +81,54 @@ class ZImageNetwork(TorchNetwork):
         With a ``cache``, all layers but the first may be skipped. ``hints`` returns those of a
         control network, by layer; they are not made if layers are skipped.
         """
-        inputs = self.build_inputs(latents, time, caption)
+        inputs = self.build_inputs([(latents, time, caption)])
         if cache is None:
             patches = self.blocks.run(self._compute, inputs, dict(hints()))
         else:
             patches = self.module(inputs, hints, cache, self.blocks.select())
         return to_latents(patches[0], tuple(latents.shape))
 
+    @computing
+    def compute_batch(self, passes: Sequence[PassInputs]) -> list[torch.Tensor]:
+        inputs, shape = self.build_inputs(passes), tuple(passes[0][0].shape)
+        options = {"is_batch": True, "has_mask": bool(inputs.masks)}
+        patches = self.blocks.run(self._compute, inputs, {}, **options)
+        return [to_latents(each, shape) for each in patches]
+
     def _compute(self, run: Run, inputs: StepInputs, hints: Hints) -> torch.Tensor:
         velocity: torch.Tensor = self.module(inputs, lambda: hints, None, run)
         return velocity
 
-    def build_inputs(self, latents: torch.Tensor, time: float, caption: Caption) -> StepInputs:
-        """Return the tensors of a forward pass."""
-        _, height, width = latents.shape
-        scaled = float(np.float32(time) * np.float32(self._config.t_scale))
-        features = self._library.to_array(embed_time(scaled)[None, None])
-        shape = height // PATCH, width // PATCH, caption.tokens.shape[1]
-        return StepInputs(to_patches(latents), features, caption.tokens, *self._tables(*shape))
+    def build_inputs(self, passes: Sequence[PassInputs]) -> StepInputs:
+        """Return the tensors of a forward pass, for pictures of one size."""
+        latents, times, captions = zip(*passes, strict=True)
+        patches = torch.cat([to_patches(each) for each in latents])
+        _, height, width = latents[0].shape
+        size = height // PATCH, width // PATCH
+        tables = [self._recall_tables(caption.tokens.shape[1], *size) for caption in captions]
+        tokens, words = stack_captions(captions)
+        image_length = tables[0][0][0].shape[1]
+        image_rope = stack_tables([image for image, _ in tables], image_length)
+        rope = stack_tables([joint for _, joint in tables], image_length + tokens.shape[1])
+        masks: tuple[torch.Tensor, ...] = ()
+        if words is not None:
+            image = words.new_ones((len(passes), image_length))
+            masks = (torch.cat((image, words), dim=1)[:, None, None],)
+        features = self._embed_times(times, self._config.t_scale)
+        return StepInputs(patches, features, tokens, image_rope, rope, masks)
 
-    def _build_tables(self, rows: int, columns: int, caption: int) -> tuple[Table, Table]:
+    def _build_tables(self, words: int, rows: int, columns: int) -> tuple[Table, ...]:
         """Return the tables of a picture, and of it with its caption."""
-        image = place_image(rows, columns, caption)
-        joint = np.concatenate([image, place_caption(caption)])
-        return self._build_table(image), self._build_table(joint)
-
-    def _build_table(self, positions: Positions) -> Table:
-        config = self._config
-        arrays = compute_axes_table(positions, config.axes_dims, config.rope_theta)
-        return to_table(arrays, self._library.device)
+        image, caption = place_image(rows, columns, words), place_caption(words)
+        return self._build_table(image), self._build_table(image, caption)
 
     def _iter_blocks(self) -> Iterator[torch.nn.Module]:
         yield from (*self.module.noise_refiner, *self.module.layers)
 
-    def _build_arguments(self, _: torch.nn.Module) -> tuple[Any, ...]:
-        return build_arguments(self._config, self.blocks)
+    def _build_arguments(self, block: torch.nn.Module, example: ExampleInputs) -> Sequence[Any]:
+        is_refiner = any(block is each for each in self.module.noise_refiner)
+        masks = () if is_refiner else example.build_masks()
+        return *build_arguments(self._config, example), *masks
 
     @staticmethod
     def sanitize(name: str) -> str:
@@ -150,7 +162,7 @@ class ControlNetwork(TorchNetwork):
         strength: float,
     ) -> Hints:
         """Return the hints of a forward pass of the transformer with the same arguments."""
-        inputs = transformer.build_inputs(latents, time, caption), to_patches(cells)
+        inputs = transformer.build_inputs([(latents, time, caption)]), to_patches(cells)
         runs = self.blocks.select(), transformer.blocks.select()
         hints: Hints = self.module(transformer.module, *inputs, strength, *runs)
         return hints
@@ -159,10 +171,10 @@ class ControlNetwork(TorchNetwork):
         yield from self.module.control_layers
         yield from getattr(self.module, REFINER, ())
 
-    def _build_arguments(self, block: torch.nn.Module) -> tuple[Any, ...]:
-        context, rope, time = build_arguments(self._block, self.blocks)
-        x = self.blocks.build_length(*context.shape) if hasattr(block, "before_proj") else None
-        return context, rope, time, x
+    def _build_arguments(self, block: torch.nn.Module, example: ExampleInputs) -> Sequence[Any]:
+        arguments = build_arguments(self._block, example)
+        has_input = hasattr(block, "before_proj")
+        return *arguments, example.build(LENGTH, self._block.dim) if has_input else None
 
     @staticmethod
     def sanitize(name: str) -> str:
@@ -175,13 +187,11 @@ class ControlNetwork(TorchNetwork):
 
 
 def build_arguments(
-    config: TransformerConfig, blocks: BlockRunner
+    config: TransformerConfig, example: ExampleInputs
 ) -> tuple[torch.Tensor, Table, torch.Tensor]:
     """Return arguments of a block, of any values."""
-    build, shape = blocks.build_length, (1, LENGTH, 1, config.head_dim // 2)
-    rope = build(*shape, dtype=torch.float32), build(*shape, dtype=torch.float32)
-    time = blocks.build_tensor(1, 1, config.modulation_dim)
-    return build(1, LENGTH, config.dim), rope, time
+    rope = example.build_table(LENGTH, config.head_dim)
+    return example.build(LENGTH, config.dim), rope, example.build_once(1, config.modulation_dim)
 
 
 class Decoder(LatentDecoder):

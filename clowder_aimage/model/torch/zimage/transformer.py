@@ -53,14 +53,21 @@ class ImageAttention(torch.nn.Module):  # type: ignore[misc]
         if config.qk_norm:
             self.norm_q, self.norm_k = (RMSNorm(config.head_dim, QK_EPS) for _ in range(2))
 
-    def forward(self, x: torch.Tensor, rope: Table) -> torch.Tensor:
-        """Apply the layer to x: (pictures, length, dim); returns the same shape."""
+    def forward(
+        self, x: torch.Tensor, rope: Table, mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Apply the layer to x: (pictures, length, dim); returns the same shape.
+
+        mask: True for the tokens that are seen, (pictures, 1, 1, length).
+        """
         queries, keys, values = (part.unflatten(-1, (self.heads, -1)) for part in self.qkv(x))
         if self.has_norms:
             queries, keys = self.norm_q(queries), self.norm_k(keys)
         queries, keys = rotate_pairs(queries, rope), rotate_pairs(keys, rope)
-        mixed: torch.Tensor = self.to_out(self.attention(queries, keys, values).flatten(2))
-        return mixed
+        masks = () if mask is None else (mask,)
+        mixed: torch.Tensor = self.attention(queries, keys, values, *masks).flatten(2)
+        y: torch.Tensor = self.to_out(mixed)
+        return y
 
 
 class FeedForward(torch.nn.Module):  # type: ignore[misc]
@@ -93,11 +100,15 @@ class Block(torch.nn.Module):  # type: ignore[misc]
             self.adaLN_modulation = Linear(config.modulation_dim, 4 * config.dim)
 
     def forward(
-        self, x: torch.Tensor, rope: Table, time: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        rope: Table,
+        time: torch.Tensor | None = None,
+        mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Apply the block to x: (pictures, length, dim).
 
-        time: (pictures, 1, modulation_dim), if modulated.
+        time: (pictures, 1, modulation_dim), if modulated. mask: as of the attention.
         """
         if time is None:
             x = x + self.attention_norm2(self.attention(self.attention_norm1(x), rope))
@@ -105,7 +116,7 @@ class Block(torch.nn.Module):  # type: ignore[misc]
             return plain
         modulation = self.adaLN_modulation(time).chunk(4, dim=-1)
         attention_scale, attention_gate, ffn_scale, ffn_gate = modulation
-        mixed = self.attention(self.attention_norm1(x) * (1 + attention_scale), rope)
+        mixed = self.attention(self.attention_norm1(x) * (1 + attention_scale), rope, mask)
         x = x + attention_gate.tanh() * self.attention_norm2(mixed)
         changed = self.feed_forward(self.ffn_norm1(x) * (1 + ffn_scale))
         result: torch.Tensor = x + ffn_gate.tanh() * self.ffn_norm2(changed)
@@ -146,7 +157,8 @@ class StepInputs(NamedTuple):
 
     patches: (pictures, count, patch * patch * channels). features: those of the times, (pictures,
     1, 256). caption: refined, (pictures, length, dim). image_rope, rope: the tables of the image,
-    and of image and caption.
+    and of image and caption. masks: that of the tokens that are there, (pictures, 1, 1, length),
+    unless all are.
     """
 
     patches: torch.Tensor
@@ -154,6 +166,7 @@ class StepInputs(NamedTuple):
     caption: torch.Tensor
     image_rope: Table
     rope: Table
+    masks: tuple[torch.Tensor, ...] = ()
 
 
 class Transformer(torch.nn.Module):  # type: ignore[misc]
@@ -206,7 +219,7 @@ class Transformer(torch.nn.Module):  # type: ignore[misc]
         time = self.t_embedder(inputs.features)
         tokens = self.refine(self.embed(inputs.patches), inputs.image_rope, time, {}, run)
         sequence = torch.cat((tokens, inputs.caption), dim=1)
-        conditions = inputs.rope, time
+        conditions = inputs.rope, time, *inputs.masks
 
         def run_first_layer(x: torch.Tensor) -> torch.Tensor:
             return run_blocks(run, self.layers[:1], x, conditions, {})
