@@ -252,7 +252,7 @@ def test_no_route_of_a_worker_is_opened_by(name: str, make_world: MakeWorld) -> 
 
 
 def test_the_routes_of_a_worker_open_for_what_is_signed(make_world: MakeWorld) -> None:
-    """What was refused before is described and listed once it is signed."""
+    """Models that were refused before are described and listed once they are signed."""
     world = make_world("worker")
     world.enforce()
     full, empty = world.start(has_model=True), world.start()
