@@ -151,19 +151,22 @@ class PolicyGate:
             return
         record = _read_record(store, content.digest)
         parents = self._list_parents(store, content.digest)
-        names = self._collect_names(store, content.digest, record, parents)
+        names = {*record.get("names", ()), *_list_rule_names(store, content.digest)}
         names |= {build_rule_name(reference) for reference in references}
-        judged = names | ({build_rule_name(asked)} if asked else set())
-        rules = {rule.id: rule for name in judged if (rule := self._policy.find(name)) is not None}
-        if not names and content.digest not in self._manifests:
+        own = self._find_rules(names | ({build_rule_name(asked)} if asked else set()))
+        inherited = _collect_names(store, parents)
+        rules = self._find_rules(inherited) | own
+        if not names and not inherited and content.digest not in self._manifests:
             self._refuse_unknown(content)
         accepted: dict[str, Any] = dict(record.get("accepted", {}))
         for rule in rules.values():
             if rule.mode is Mode.OFF or rule.id in accepted:
                 continue
             admitted = self._admitted.get(content.digest, {}).get(rule.id)
+            # By a name of its own it needs a signature of its own.
+            indexes = () if rule.id in own else parents
             accepted[rule.id] = admitted or self._decide_stored(
-                store, rule, content.digest, record, parents
+                store, rule, content.digest, record, indexes
             )
         if record.get("accepted", {}) != accepted or set(record.get("names", ())) != names:
             _write_record(
@@ -181,14 +184,16 @@ class PolicyGate:
         if not isinstance(store, ImageLayout):
             return
         record = _read_record(store, content.digest)
+        # With those of the indexes that it came with: its own do not lift their demands.
         parents = self._list_parents(store, content.digest)
-        names = self._collect_names(store, content.digest, record, parents)
+        names = {*record.get("names", ()), *_list_rule_names(store, content.digest)}
+        names |= _collect_names(store, parents)
         accepted = dict(record.get("accepted", {})) | self._admitted.get(content.digest, {})
         indexes = {entry["index"] for entry in accepted.values() if "index" in entry}
         value = {
             "names": sorted({*names, build_rule_name(reference)}),
             "accepted": accepted,
-            "indexes": sorted(indexes.union(record.get("indexes", ()))),
+            "indexes": sorted(indexes.union(record.get("indexes", ()), map(str, parents))),
             "policy": self._policy.version,
         }
         if value != {key: record.get(key) for key in value}:
@@ -199,23 +204,10 @@ class PolicyGate:
             if documents:
                 _keep_signature(store, subject, reference, documents)
 
-    def _collect_names(
-        self,
-        store: ImageLayout,
-        digest: Digest,
-        record: dict[str, Any],
-        parents: Sequence[Digest],
-    ) -> set[str]:
-        """Return the names that a manifest has and had, and those of the indexes that list it.
-
-        It came with them: a name of its own does not lift their demands.
-        """
-        names = set[str](record.get("names", ()))
-        for parent in parents:
-            names.update(_read_record(store, parent).get("names", ()))
-        for each in (digest, *parents):
-            names.update(map(build_rule_name, _list_names(store, each)))
-        return names
+    def _find_rules(self, names: Iterable[str]) -> dict[str, Rule]:
+        """Return the rules for names, by their ids."""
+        found = (self._policy.find(name) for name in names)
+        return {rule.id: rule for rule in found if rule is not None}
 
     def _list_parents(self, store: ImageLayout, digest: Digest) -> list[Digest]:
         """Return the indexes in a store that list a manifest, at any level."""
@@ -314,8 +306,7 @@ class PolicyGate:
         """Return each name that counts for a reference, with the rule that decides about it."""
         names = {build_rule_name(reference)}
         if digest is not None:
-            parents = self._list_parents(store, digest)
-            names |= self._collect_names(store, digest, _read_record(store, digest), parents)
+            names |= _collect_names(store, [digest, *self._list_parents(store, digest)])
         entries = []
         for name in sorted(names):
             rule = self._policy.find(name)
@@ -431,6 +422,18 @@ def _list_names(store: ImageLayout, digest: Digest) -> list[Reference]:
             except UsageError:
                 # A name of another tool is judged as it is spelt
                 names.append(Reference(None, "unnamed"))
+    return names
+
+
+def _list_rule_names(store: ImageLayout, digest: Digest) -> set[str]:
+    return set(map(build_rule_name, _list_names(store, digest)))
+
+
+def _collect_names(store: ImageLayout, digests: Iterable[Digest]) -> set[str]:
+    """Return the names that manifests have and had."""
+    names = set[str]()
+    for digest in digests:
+        names |= {*_read_record(store, digest).get("names", ()), *_list_rule_names(store, digest)}
     return names
 
 

@@ -139,6 +139,14 @@ def _build_empty(world: World, title: str) -> bytes:
     return encode(document)
 
 
+def _sign_index(world: World) -> None:
+    """Sign an index that lists the model, which has a name of its own."""
+    listed = [world.root.to_json()]
+    document = {"schemaVersion": 2, "mediaType": mediatype.OCI_INDEX, "manifests": listed}
+    index = world.content.add(mediatype.OCI_INDEX, encode(document), "all")
+    world.attach(world.sign(digest=index.digest), index)
+
+
 def _withhold_bundle(world: World) -> None:
     """Leave out the bytes of a good bundle."""
     manifest = world.attach(world.sign())
@@ -339,6 +347,14 @@ TRAPS = [
         "named as a file",
         at=(STORE,),
         arrange=_name_as_file("application/octet-stream"),
+        mend=None,
+        is_hidden=True,
+    ),
+    Trap("index signed, not its manifest", _sign_index, at=(REGISTRY,)),
+    Trap(
+        "named with a parameter",
+        at=(STORE,),
+        arrange=_name_as_file(f"{mediatype.OCI_MANIFEST}; charset=utf-8"),
         mend=None,
         is_hidden=True,
     ),
