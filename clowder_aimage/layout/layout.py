@@ -72,6 +72,7 @@ from clowder_aimage.layout.origin import add_origins, list_origins
 from clowder_aimage.layout.repository_record import RepositoryRecords
 from clowder_aimage.layout.summary import keep_summary
 from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference, mediatype, parse_document
+from clowder_aimage.oci.manifest import is_unspecific
 
 # The private directory of manifests that lost a name, with the time.
 UNNAMED = "unnamed"
@@ -134,8 +135,8 @@ class ImageLayout(ContentStore):
     def resolve(self, reference: Reference, /) -> Descriptor:
         """Return the manifest with that name or, for a digest, any entry.
 
-        Raises NotFoundError, FormatError: the entry is one of another tool, and of no manifest. It
-        could be parsed as one, and the policy of signatures is asked about manifests.
+        Raises NotFoundError; FormatError: the entry of another tool has a type as which a manifest
+        could be read, and the policy of signatures is asked about those that are named as one.
         """
         text = str(reference)
         for name, descriptor in self.iter_candidates(reference):
@@ -143,7 +144,7 @@ class ImageLayout(ContentStore):
                 is_found = descriptor.digest == reference.digest
             else:
                 is_found = name == text or is_same_name(name, reference)
-            if is_found and descriptor.media_type not in mediatype.DOCUMENTS:
+            if is_found and is_unspecific(descriptor.media_type):
                 raise FormatError(
                     f"{reference} is not a manifest in the store {self.root}, but "
                     f"{descriptor.media_type[:100]}"

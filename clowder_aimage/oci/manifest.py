@@ -27,6 +27,8 @@ _MAX_LAYER = 1024
 _MAX_LAYERS = 2048
 _LAYERS, _SEPARATOR, _END = b'"layers":[{', b"},{", b"}]"
 _LOOSE_SEPARATOR = re.compile(rb"\}(?:[ \t\n\r]+,[ \t\n\r]*|,[ \t\n\r]+)\{")
+# Static file servers send these types for every document.
+_UNSPECIFIC = frozenset({"application/json", "application/octet-stream", "text/plain"})
 _FIELDS = frozenset(
     "schemaVersion mediaType artifactType config layers manifests subject annotations".split()
 )
@@ -181,6 +183,13 @@ def _parse(raw: bytes, media_type: str, digest: Digest) -> Manifest | Index:
     return Manifest(config=config, layers=layers, **common)
 
 
+def is_unspecific(media_type: str) -> bool:
+    """Return True for another type than that of a document, as which one can be parsed."""
+    plain = media_type.partition(";")[0].strip()
+    is_parsed = not plain or plain in _UNSPECIFIC | mediatype.DOCUMENTS
+    return is_parsed and media_type not in mediatype.DOCUMENTS
+
+
 def _split_layers(raw: bytes) -> tuple[bytes, tuple[Descriptor, ...]] | None:
     """Return the text of a compact manifest with an empty list of layers, and the layers.
 
@@ -277,8 +286,7 @@ def _load(raw: bytes) -> dict[str, Any]:
 def _resolve_media_type(value: Mapping[str, Any], transport: str) -> str:
     """Return the document's media type. The stated one and the transport's must agree."""
     stated = _parse_string(value, "mediaType")
-    # Static file servers send these types for every document.
-    if transport in ("application/json", "application/octet-stream", "text/plain"):
+    if transport in _UNSPECIFIC:
         transport = ""
     if stated and transport and stated != transport:
         raise FormatError(f"its media type is {stated[:100]}, expected {transport[:100]}")

@@ -166,20 +166,24 @@ class PolicyGate:
             return
         record = _read_record(store, content.digest)
         parents = self._list_parents(store, content.digest)
+        known = [*references, *_list_names(store, content.digest)]
+        own = set(map(build_rule_name, known)) | ({build_rule_name(asked)} if asked else set())
         # It came with the indexes that list it: a name of its own does not lift their demands.
-        known = [*references, *_collect_names(store, content.digest, parents)]
-        names = set(map(build_rule_name, known))
-        judged = sorted(names | ({build_rule_name(asked)} if asked else set()))
+        inherited = set(map(build_rule_name, _collect_names(store, parents)))
+        judged = sorted(own | inherited)
         found = {rule.id: (rule, name) for name in judged if (rule := self._policy.find(name))}
-        if not names and content.digest not in self._manifests:
+        own_rules = {rule.id for name in own if (rule := self._policy.find(name))}
+        if not known and not inherited and content.digest not in self._manifests:
             self._refuse_unknown(content)
         accepted: dict[str, Any] = dict(record.get("accepted", {}))
         for rule, name in found.values():
             if rule.mode is Mode.OFF or rule.id in accepted:
                 continue
             admitted = self._admitted.get(content.digest, {}).get(rule.id)
+            # By a name of its own it needs a signature of its own.
+            indexes = () if rule.id in own_rules else parents
             accepted[rule.id] = admitted or self._decide_stored(
-                store, rule, content.digest, record, parents, name
+                store, rule, content.digest, record, indexes, name
             )
         # What an index lists may have no name of its own.
         came_by = judged or self._manifests.get(content.digest, frozenset())
@@ -198,14 +202,15 @@ class PolicyGate:
         if not isinstance(store, ImageLayout):
             return
         parents = self._list_parents(store, content.digest)
-        known = _collect_names(store, content.digest, parents)
+        # With those of the indexes that it came with: its own do not lift their demands.
+        known = _collect_names(store, [content.digest, *parents])
         _add_origins(store, content.digest, [reference, *known])
         record = _read_record(store, content.digest)
         accepted = dict(record.get("accepted", {})) | self._admitted.get(content.digest, {})
         indexes = {entry["index"] for entry in accepted.values() if "index" in entry}
         value = {
             "accepted": accepted,
-            "indexes": sorted(indexes.union(record.get("indexes", ()))),
+            "indexes": sorted(indexes.union(record.get("indexes", ()), map(str, parents))),
             "policy": self._policy.version,
         }
         is_decided = value["accepted"] or value["indexes"]
@@ -284,7 +289,7 @@ class PolicyGate:
                 )
             except (SignatureError, AccessError, FormatError) as error:
                 failure = failure or error
-        names = {reference.name for reference in _collect_names(store, digest, parents)}
+        names = {reference.name for reference in _collect_names(store, [digest, *parents])}
         if not rule.signers.offline and names:
             try:
                 # The deadline is that of all registries together.
@@ -326,7 +331,7 @@ class PolicyGate:
         names = {build_rule_name(reference)}
         if digest is not None:
             parents = self._list_parents(store, digest)
-            names |= set(map(build_rule_name, _collect_names(store, digest, parents)))
+            names |= set(map(build_rule_name, _collect_names(store, [digest, *parents])))
         entries = []
         for name in sorted(names):
             rule = self._policy.find(name)
@@ -499,11 +504,9 @@ def _list_names(store: ImageLayout, digest: Digest) -> list[Reference]:
     return list(map(_parse_name, sorted(names | store.list_origins(digest))))
 
 
-def _collect_names(
-    store: ImageLayout, digest: Digest, parents: Iterable[Digest]
-) -> list[Reference]:
-    """Return the names that a manifest has and had, and those of the indexes that list it."""
-    return [name for each in (digest, *parents) for name in _list_names(store, each)]
+def _collect_names(store: ImageLayout, digests: Iterable[Digest]) -> list[Reference]:
+    """Return the names that manifests have and had."""
+    return [name for digest in digests for name in _list_names(store, digest)]
 
 
 def _parse_name(name: str) -> Reference:

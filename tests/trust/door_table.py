@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Without:
-    """What a verb or a route does instead of giving out content of a model, or using it."""
+    """The reason why a verb or a route neither gives out content of a model, nor uses it."""
 
     reason: str
 

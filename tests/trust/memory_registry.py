@@ -125,7 +125,7 @@ class MemoryRegistry:
             if kind == "manifests":
                 return self._answer_manifest(content, target, seen)
             if kind == "referrers":
-                return self._list_referrers(content, target, url.query)
+                return self._list_referrers(content, name, target, url.query)
             if kind == "blobs":
                 return self._answer_blob(content, name, target, url.query, seen)
         return Answer(200, {}, json.dumps({"name": name, "tags": [*content.tags]}).encode())
@@ -148,7 +148,7 @@ class MemoryRegistry:
         media_type, raw = content.documents[digest]
         return Answer(200, {"Content-Type": media_type, "Docker-Content-Digest": digest}, raw)
 
-    def _list_referrers(self, content: Content, subject: str, query: str) -> Answer:
+    def _list_referrers(self, content: Content, name: str, subject: str, query: str) -> Answer:
         if self.slow:
             return Answer(200, {"Content-Length": "100"}, b"{", cut=1, hang=True)
         listed = [] if self.withholds else self._find_referrers(content, subject)
@@ -159,7 +159,8 @@ class MemoryRegistry:
         body = encode({"schemaVersion": 2, "mediaType": mediatype.OCI_INDEX, "manifests": entries})
         headers = {"Content-Type": mediatype.OCI_INDEX}
         if start + self.page < len(listed):
-            headers["Link"] = f'<{subject}?from={start + self.page}>; rel="next"'
+            path = f"/v2/{name}/referrers/{subject}?from={start + self.page}"
+            headers["Link"] = f'<{path}>; rel="next"'
         return Answer(200, headers, body)
 
     def _find_referrers(self, content: Content, subject: str) -> Sequence[Descriptor]:

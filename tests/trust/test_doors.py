@@ -6,6 +6,7 @@ The doors are those of all verbs and all routes: a new one has to be in their ta
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -41,7 +42,7 @@ from tests.trust.door_table import (
 )
 from tests.trust.doors import DOORS, Door, fetch, place, serve_registry
 from tests.trust.key_files import write_key
-from tests.trust.memory_registry import MemoryRegistry
+from tests.trust.memory_registry import Content, MemoryRegistry
 from tests.trust.traps import TRAPS, Trap, nothing
 from tests.trust.worker_doors import ROUTES
 from tests.trust.world import REGISTRY, STORE, Outcome, World
@@ -185,6 +186,8 @@ def try_doors(trap: Trap, world: World) -> None:
         world.registry.seen.clear()
         outcome = attempt(world, door, here)
         is_closed = trap.refuses(outcome) and before.includes(world.look(here))
+        if door.name == "pull NAME":
+            assert trap.says in outcome.text
         # Nor was anything of it fetched.
         is_closed = is_closed and not world.list_fetched()
         if not door.is_elsewhere:
@@ -249,7 +252,7 @@ def test_no_route_of_a_worker_is_opened_by(name: str, make_world: MakeWorld) -> 
 
 
 def test_the_routes_of_a_worker_open_for_what_is_signed(make_world: MakeWorld) -> None:
-    """What was refused before is described and listed once it is signed."""
+    """Models that were refused before are described and listed once they are signed."""
     world = make_world("worker")
     world.enforce()
     full, empty = world.start(has_model=True), world.start()
@@ -352,3 +355,30 @@ def test_no_weight_is_fetched_before_the_decision(make_world: MakeWorld) -> None
         layers = {str(child.digest) for child in world.manifest.children}
         fetched = [i for i, path in enumerate(order) if path.rpartition("/")[2] in layers]
         assert fetched and min(fetched) > decided
+
+
+def test_a_mirror_that_withholds_a_signature_opens_no_door(
+    make_world: MakeWorld,
+) -> None:
+    """It is asked first, for tags too, and its registry has no signature either."""
+    world = make_world("mirrored")
+    mirror = MemoryRegistry()
+    mirror.repositories[world.path] = world.content
+    world.registry.repositories[world.path] = Content()
+    words = ("pull", world.name)
+    with mirror.running():
+        world.enforce()
+        here = world.start()
+        config = here.home / "config" / "aimage" / "config.json"
+        config.parent.mkdir(parents=True)
+        settings = {"mirrors": [mirror.host], "trustTags": True}
+        config.write_text(json.dumps({"registries": {world.registry.host: settings}}))
+        GATES.clear()
+        assert here.attempt(*words).code == 5
+        assert not world.look(here).names
+        # Signatures are those that the registry lists.
+        world.attach(world.sign())
+        world.registry.repositories[world.path] = world.content
+        GATES.clear()
+        done = here.attempt(*words)
+        assert done.code == 0, done

@@ -58,7 +58,8 @@ class Trap:
     def refuses(self, outcome: Outcome) -> bool:
         """Return True if an outcome is a refusal, with the right code."""
         if self.code == 2:
-            is_told = any(x in outcome.text for x in ("cannot use the policy", "trust.yaml"))
+            # A repair tells why it could not be done.
+            is_told = "trust.yaml" in outcome.text
             return outcome.code == 2 or outcome.code <= -400 or (outcome.code == 5 and is_told)
         return outcome.is_refused or (self.is_hidden and outcome.code in (5, -404))
 
