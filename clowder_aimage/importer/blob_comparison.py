@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from clowder_aimage.content.buffer import new_buffer
+from clowder_aimage.content.buffer import CHUNK_SIZE, new_buffer
 from clowder_aimage.content.parallel import run_parallel
 from clowder_aimage.content.store import ContentStore, Reader
 from clowder_aimage.content.verified_reader import verify
@@ -204,7 +204,7 @@ class _Sink:
     def __init__(self, expected: Digest, stored: Reader | None) -> None:
         self._algorithm, self._hasher = expected.algorithm, create_hasher(expected.algorithm)
         self._stored = stored
-        self._buffer = memoryview(b"")
+        self._buffer = new_buffer(0 if stored is None else CHUNK_SIZE)
         self.size = self.changed = 0
 
     @property
@@ -215,13 +215,13 @@ class _Sink:
     def add(self, view: memoryview) -> None:
         self._hasher.update(view)
         self.size += len(view)
-        if self._stored is None:
-            return
-        if len(self._buffer) < len(view):
-            self._buffer = new_buffer(len(view))
-        other = self._buffer[: len(view)]
-        filled = 0
-        while filled < len(other) and (count := self._stored.readinto(other[filled:])):
+        if self._stored is not None:
+            for start in range(0, len(view), CHUNK_SIZE):
+                self._compare(self._stored, view[start : start + CHUNK_SIZE])
+
+    def _compare(self, stored: Reader, view: memoryview) -> None:
+        other, filled = self._buffer[: len(view)], 0
+        while filled < len(other) and (count := stored.readinto(other[filled:])):
             filled += count
         self.changed += len(view) - filled + _count_changed(other[:filled], view[:filled])
 

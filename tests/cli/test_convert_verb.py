@@ -199,6 +199,7 @@ PEAK = """
 import pathlib, resource, sys
 import mlx.core, numpy
 from clowder_aimage.cli.main import cli
+from clowder_aimage import rederive
 from clowder_aimage.importer import blob_encoder, precision, quantizer
 
 def peak():
