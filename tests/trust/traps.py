@@ -43,7 +43,8 @@ class Trap:
 
     ``at`` are the places in which it is one. With ``is_remote`` it is what a registry does, so that
     stores have no signatures. ``code`` is the exit code of a refusal: 5, or 2 for a policy that
-    cannot be used. ``is_hidden``: it is no manifest, signed or not.
+    cannot be used. ``is_hidden``: it is no manifest, signed or not. ``says`` is in the reason of a
+    refused pull.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Trap:
     mend: Callable[[World], object] | None = lambda world: world.attach(world.sign())
     code: int = 5
     is_hidden: bool = False
+    says: str = ""
     arrange: Callable[[World, Aimage], object] = nothing
 
     def refuses(self, outcome: Outcome) -> bool:
@@ -137,6 +139,14 @@ def _build_empty(world: World, title: str) -> bytes:
     return encode(document)
 
 
+def _sign_index(world: World) -> None:
+    """Sign an index that lists the model, which has a name of its own."""
+    listed = [world.root.to_json()]
+    document = {"schemaVersion": 2, "mediaType": mediatype.OCI_INDEX, "manifests": listed}
+    index = world.content.add(mediatype.OCI_INDEX, encode(document), "all")
+    world.attach(world.sign(digest=index.digest), index)
+
+
 def _withhold_bundle(world: World) -> None:
     """Leave out the bytes of a good bundle."""
     manifest = world.attach(world.sign())
@@ -157,6 +167,11 @@ def _break_second_page(world: World) -> None:
     world.registry.page, world.registry.broken = 1, {1: 500}
     world.attach(world.sign("other"))
     world.attach(world.sign())
+
+
+def _mend_page(world: World) -> None:
+    """Let the second page be answered: it has the good signature."""
+    world.registry.broken = {}
 
 
 def _withhold(world: World) -> None:
@@ -301,12 +316,29 @@ TRAPS = [
     Trap("the model as its older form", _put_model_under_the_tag),
     Trap("a form that is not accepted", _restrict, mend=_mend_policy),
     Trap("another key in the policy", _replace_key, mend=_mend_policy),
-    Trap("a bundle of another subject", _attach_to_another, is_remote=True),
+    Trap(
+        "a bundle of another subject",
+        _attach_to_another,
+        is_remote=True,
+        says="its manifest has another subject",
+    ),
     Trap("a bundle without its bytes", _withhold_bundle, is_remote=True),
-    Trap("10,000 referrers", _list_many, mend=_answer_rightly, is_remote=True),
-    Trap("a second page that fails", _break_second_page, mend=_answer_rightly, is_remote=True),
-    Trap("withheld", _withhold, mend=_answer_rightly, is_remote=True),
-    Trap("referrers that never end", _stall, mend=_answer_rightly, is_remote=True),
+    Trap(
+        "10,000 referrers",
+        _list_many,
+        mend=_answer_rightly,
+        is_remote=True,
+        says="has over 1000 referrers",
+    ),
+    Trap("a second page that fails", _break_second_page, mend=_mend_page, is_remote=True),
+    Trap("withheld", _withhold, mend=_answer_rightly, is_remote=True, says="has no signature"),
+    Trap(
+        "referrers that never end",
+        _stall,
+        mend=_answer_rightly,
+        is_remote=True,
+        says="were not read within 0.05 seconds",
+    ),
     Trap("dressed as a bundle", lambda world: _dress(world, MEDIA_TYPE)),
     Trap("dressed as an older signature", lambda world: _dress(world, simple_signing.MEDIA_TYPE)),
     Trap("renamed", at=(STORE,), arrange=_rename),
@@ -315,6 +347,14 @@ TRAPS = [
         "named as a file",
         at=(STORE,),
         arrange=_name_as_file("application/octet-stream"),
+        mend=None,
+        is_hidden=True,
+    ),
+    Trap("index signed, not its manifest", _sign_index, at=(REGISTRY,)),
+    Trap(
+        "named with a parameter",
+        at=(STORE,),
+        arrange=_name_as_file(f"{mediatype.OCI_MANIFEST}; charset=utf-8"),
         mend=None,
         is_hidden=True,
     ),
