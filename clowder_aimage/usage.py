@@ -28,8 +28,7 @@ from clowder_aimage.oci import Descriptor, Digest, Manifest
 _BLOCK = 512
 
 
-@dataclass(frozen=True, slots=True)
-class NameUsage:
+class NameUsage(NamedTuple):
     """The size of one manifest and of its content, in bytes of the files on disk.
 
     ``names`` are all names of the manifest, and an empty one for an entry without a name.
@@ -126,13 +125,14 @@ def measure_usage(
         )
         for digest, item in chosen.items()
     ]
+    freed: Iterable[int] = selected_users
+    if selected:
+        freed = (blob for blob, count in selected_users.items() if count == users[blob])
     return UsageReport(
         shares=tuple(sorted(shares, key=lambda share: (-share.unique, -share.size, share.names))),
         blobs=len(selected_users),
-        size=sum(blob_sizes[blob] for blob in selected_users),
-        freed=sum(
-            blob_sizes[blob] for blob, count in selected_users.items() if count == users[blob]
-        ),
+        size=sum(map(blob_sizes.__getitem__, selected_users)),
+        freed=sum(map(blob_sizes.__getitem__, freed)),
     )
 
 
@@ -187,7 +187,8 @@ class _NeedReader:
         self._blobs = BlobDirectories(roots)
         self.sizes = self._blobs.measure_all(self._table.digests)
         # Needs with one of these are not those in the table, or not all stored
-        self._uncertain = {number for number, size in enumerate(self.sizes) if size < 0}
+        sizes = enumerate(self.sizes) if -1 in self.sizes else ()
+        self._uncertain = {number for number, size in sizes if size < 0}
         self._uncertain |= {*self._table.number(self._companions)} if self._companions else set()
         # Documents that differ from their digests
         self._damaged: set[str] = set()

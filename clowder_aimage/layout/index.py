@@ -205,6 +205,8 @@ def _write_whole(root: Path, file: IndexFile) -> set[Hashable]:
         remove_stamp(root)
     edited.build = build
     _finish(root, file, edited)
+    # It refers to the object itself, and to the text of the index
+    edited.build = None
     return names
 
 

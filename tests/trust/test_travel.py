@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ from clowder_aimage.oci import Descriptor, Reference, mediatype
 from clowder_aimage.oci.manifest import encode
 from clowder_aimage.registry import ClientOptions, Repository
 from tests.process import run
-from tests.program import find_program
 from tests.trust.key_files import write_key
 
 
@@ -70,7 +70,10 @@ def push_index(repository: str, child: Descriptor, directory: Path) -> Descripto
 def test_a_copy_by_oras_still_verifies(
     pushed: Any, repository: str, tmp_path: Path, form: str
 ) -> None:
-    oras, (private, public) = find_program("oras"), write_key(tmp_path, "signer")
+    # Debian does not have it
+    if (oras := shutil.which("oras")) is None:
+        pytest.skip("oras is not installed")
+    private, public = write_key(tmp_path, "signer")
     pushed("sign", pushed.name, "--key", private, "--as", form)
     target = f"{repository}-copy"
     flags = ("--from-plain-http", "--to-plain-http", "--no-tty")
