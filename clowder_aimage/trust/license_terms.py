@@ -25,6 +25,8 @@ from clowder_aimage.document.license_expression import (
 from clowder_aimage.document.similarity import find_nearest
 from clowder_aimage.errors import FormatError, UsageError
 
+# Characters of a licence in a message
+_SHOWN = 200
 # An entry with wildcards: part of an identifier
 _PATTERN = re.compile(r"[A-Za-z0-9.:*-]*\*[A-Za-z0-9.:*-]*")
 
@@ -81,7 +83,7 @@ class LicenseTerms:
                     continue
                 return f"{error.message} (unknown: deny)"
             if (reason := self._find_fault(expression)) is not None:
-                return f"it states the licence {text!r}, and {reason}"
+                return f"it states the licence {text[:_SHOWN]!r}, and {reason}"
         return None
 
     def _find_fault(self, expression: Expression) -> str | None:

@@ -15,11 +15,12 @@ from clowder_aimage.export import export
 from clowder_aimage.importer import Provenance
 from clowder_aimage.importer.model_source import ModelForm
 from clowder_aimage.layout import ImageLayout
+from clowder_aimage.layout.stored_aimage import read_aimage
 from clowder_aimage.oci import Descriptor, Reference
 from tests.exporter.conftest import files_in
 from tests.importer import formats_protobuf as pb
 from tests.importer.conftest import safetensors
-from tests.importer.formats_gguf import LLAMA, gguf
+from tests.importer.formats_gguf import LLAMA, STRING, gguf
 from tests.importer.test_importer_torchscript import MEMBERS, archive
 
 ONE, TWO = Reference.parse("one"), Reference.parse("two")
@@ -90,6 +91,16 @@ def test_single_file_models_round_trip(
         card = {}
     found = again(store, tmp_path, source, provenance=Provenance(license=license_))
     assert found == {name: FILES[name]} | card
+
+
+def test_a_licence_with_a_name_round_trips(store: ImageLayout, tmp_path: Path) -> None:
+    """A GGUF file states it as ``other``, and needs no card beside it."""
+    named = [("general.license", STRING, "other"), ("general.license.name", STRING, "Odd One")]
+    files = {"model.gguf": gguf([*SAID, *named])}
+    source = write(tmp_path / "source", files) / "model.gguf"
+    assert again(store, tmp_path, source) == files
+    properties = read_aimage(store, ONE).aimage.properties
+    assert properties["license"] == "LicenseRef-Odd-One"
 
 
 @pytest.mark.parametrize("license_", ["mit", None])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import sys
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -156,6 +157,45 @@ def test_a_refusal_says_which_licence_which_rule_and_what_to_do(market: Market) 
     assert value["rules"][0]["licenses"][0]["rule"] == f"rule 1 of {market.machine}"
     market.write({"mode": "warn", **OPEN})
     assert market.here("trust", "check", market.name, "--json").value["accepted"] is True
+
+
+def test_an_accepted_licence_costs_one_small_request(market: Market) -> None:
+    counts: list[Any] = []
+    for licenses in ({"mode": "off"}, {"allow": ["CC-BY-NC-*"]}):
+        market.write(licenses)
+        mark = market.registry.mark()
+        store = Aimage(market.here.home, market.here.home / f"store-{len(counts)}")
+        store("pull", market.name, "-q")
+        counts.append(market.registry.count(mark, market.repository))
+    assert counts[1] - counts[0] == {"GET blob": 1}
+
+
+def test_a_store_that_lacks_the_config_is_completed(market: Market) -> None:
+    market.write({"allow": ["CC-BY-NC-*"]})
+    market.empty("pull", market.name, "-q")
+    algorithm, _, encoded = market.config.partition(":")
+    config = market.empty.store / "blobs" / algorithm / encoded
+    config.unlink()
+    market.empty("export", market.name, "out", code=3)
+    market.empty("pull", market.name, "-q")
+    assert config.exists()
+    market.empty("export", market.name, "out", "-q")
+
+
+def test_licences_need_no_library_of_signatures(
+    market: Market, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("cryptography", "sigstore"):
+        monkeypatch.setitem(sys.modules, name, None)
+    market.write(OPEN)
+    market.here("export", "open", "out", "-q")
+    market.here("export", "closed", "more", code=5)
+
+
+def test_a_warning_does_not_refuse(market: Market, caplog: pytest.LogCaptureFixture) -> None:
+    market.write({"mode": "warn", **OPEN})
+    market.empty("pull", market.name, "-q")
+    assert any("CC-BY-NC-4.0 is not allowed" in message for message in caplog.messages)
 
 
 def test_what_states_no_licence_is_unknown(market: Market) -> None:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from clowder_aimage.dialect.license import list_stated_licenses
+from clowder_aimage.dialect.modelpack import CONFIG
 from clowder_aimage.document.license_expression import (
     list_identifiers,
     list_licenses,
     parse_expression,
 )
+from clowder_aimage.document.schema import validate
 from clowder_aimage.errors import FormatError, UsageError
+from clowder_aimage.oci import Descriptor, Manifest, mediatype
 from clowder_aimage.trust.license_terms import build_terms
 from clowder_aimage.trust.policy import Mode, build_policy
 
@@ -134,6 +139,59 @@ def test_all_licences_that_are_stated_must_be_accepted() -> None:
     fault = find_fault({"deny": ["CC-BY-NC-*"]}, "cc-by-nc-4.0")
     assert fault is not None
     assert fault.endswith("CC-BY-NC-4.0 is denied by 'CC-BY-NC-*'")
+
+
+def write_manifest(kind: str, config: Any, **annotations: str) -> tuple[Manifest, bytes]:
+    raw = json.dumps(config).encode()
+    document = {"schemaVersion": 2, "mediaType": mediatype.OCI_MANIFEST, "layers": []}
+    document |= {"config": Descriptor.of(kind, raw).to_json()}
+    if annotations:
+        document["annotations"] = {mediatype.LICENSES: annotations["license"]}
+    return Manifest.build(document), raw
+
+
+@pytest.mark.parametrize(
+    ("found", "stated"),
+    [
+        (write_manifest(mediatype.AIMAGE_CONFIG, {"license": "mit"}), ("mit",)),
+        (write_manifest(mediatype.AIMAGE_CONFIG, {"license": " mit "}, license="mit"), ("mit",)),
+        (write_manifest(mediatype.AIMAGE_CONFIG, {"license": "a"}, license="b"), ("a", "b")),
+        (write_manifest(mediatype.AIMAGE_CONFIG, {}), ()),
+        (write_manifest(mediatype.AIMAGE_CONFIG, {"license": "NOASSERTION"}, license=" "), ()),
+        (write_manifest(mediatype.AIMAGE_CONFIG, {"license": ["mit"]}), ()),
+        (write_manifest(mediatype.AIMAGE_CONFIG, []), ()),
+        (write_manifest(CONFIG, {"descriptor": {"licenses": ["a", "b"]}}), ("a", "b")),
+        (write_manifest(CONFIG, {"descriptor": {"licenses": ["a", 1]}}, license="c"), ("c", "a")),
+        (write_manifest(CONFIG, {"descriptor": {"licenses": "a"}}), ()),
+        (write_manifest("text/plain", "x", license="a"), ("a",)),
+    ],
+)
+def test_licences_are_stated_in_several_places(
+    found: tuple[Manifest, bytes], stated: tuple[str, ...]
+) -> None:
+    assert list_stated_licenses(*found) == stated
+
+
+@pytest.mark.parametrize(
+    ("document", "is_valid"),
+    [
+        ({"licenses": {"allow": ["MIT"]}}, True),
+        ({"licenses": {"mode": "off"}}, True),
+        ({"rules": [{"pattern": "*", "licenses": {"deny": ["MIT"], "unknown": "allow"}}]}, True),
+        ({"licenses": {}}, False),
+        ({"licenses": {"allow": []}}, False),
+        ({"licenses": {"allowed": ["MIT"]}}, False),
+        ({"licenses": {"allow": ["MIT"], "unknown": "warn"}}, False),
+        ({}, False),
+    ],
+)
+def test_the_schema_knows_licences(document: Any, is_valid: bool) -> None:
+    if is_valid:
+        validate("trust", document)
+        validate("config", {"trust": document})
+        return
+    with pytest.raises(FormatError):
+        validate("trust", document)
 
 
 @pytest.mark.parametrize(
