@@ -20,7 +20,7 @@ def list_stated_licenses(manifest: Manifest, config: bytes) -> tuple[str, ...]:
     stated = [manifest.annotations.get(mediatype.LICENSES)]
     try:
         properties = parse_config(detect(manifest).read_config(manifest, config))
-        stated.insert(0, properties.get("license"))
+        stated = [properties.get("license"), *stated]
     except FormatError:
         pass
     try:

@@ -16,7 +16,7 @@ _MOMENT = 5 * 10**9
 
 
 class EntryScan:
-    """What the entries of another program's index tell of the changes that it lacks.
+    """A scan of the entries of another program's index for the changes that it lacks.
 
     ``files`` are the lists of changes, the last one first.
     """

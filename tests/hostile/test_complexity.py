@@ -650,6 +650,8 @@ COVERED = {
         ),
         "records, by read_json",
     ),
+    "cli/verbs/bom.py": "the bill that this program wrote",
+    "model/torch/batch_file.py": "one bounded file of read_json",
     "cli/doctor/backend.py": "what this program's own process prints, by read_json",
     **dict.fromkeys(
         (

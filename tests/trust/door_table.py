@@ -104,6 +104,7 @@ VERBS: dict[str, Tried] = {
     "serve": ("find", "read", "read by digest", "lease"),
     "show": ("show NAME", "show NAME --remote"),
     "sign": _PUBLISHES,
+    "sleep": _STATE,
     "stop": _STATE,
     "tag": ("tag --remote NAME moved",),
     "tags": _NAMES,
@@ -112,6 +113,7 @@ VERBS: dict[str, Tried] = {
     "validate": ("validate NAME",),
     "verify": ("verify --repair",),
     "version": _STATE,
+    "wake": _STATE,
 }
 
 # By the interface. A node has the routes of a worker, too, and a gateway only those.

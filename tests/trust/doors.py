@@ -223,6 +223,8 @@ DOORS = [
             ("copy", "NAME", "OTHER"),
             ("copy", "-r", "DIGEST", "OTHER"),
             ("show", "NAME", "--remote"),
+            ("bom", "NAME", "--remote"),
+            ("bom", "NAME", "--attach"),
             ("diff", "NAME", "NAME", "--remote"),
             ("manifest", "fetch", "NAME"),
             ("manifest", "fetch", "DIGEST"),
@@ -254,6 +256,7 @@ DOORS = [
             ("save", "NAME", "-o", "out.tar"),
             ("convert", "NAME", "out-converted", "--dtype", "f16"),
             ("show", "NAME"),
+            ("bom", "NAME"),
             ("diff", "NAME", "base"),
             ("validate", "NAME"),
         )
