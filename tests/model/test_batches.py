@@ -26,6 +26,7 @@ pytest.importorskip("diffusers")
 pytest.importorskip("transformers")
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
 SMALL = GenerateRequest.of("a fox", width=32, height=32, steps=3, seed=1)
+SHAPES = Path(__file__).parents[2] / "examples" / "shapes" / "model"
 # Of 32 and of 64 tokens with their padding
 LONG = "a very long text about a fox " * 5
 Uses = Sequence[tuple[LoadedAdapter, float]]
@@ -153,6 +154,22 @@ def test_pictures_of_a_batch_equal_those_made_alone(alone: Any, together: Any) -
 def _images(pipeline: Any, request: GenerateRequest) -> list[Image]:
     pipeline.use_adapters(())
     return [event for event in pipeline.generate(request) if isinstance(event, Image)]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_pictures_of_shapes_equal_those_made_alone(tmp_path: Path, dtype: str) -> None:
+    """A model that was trained, with captions of two lengths."""
+    source = import_directory(SHAPES, tmp_path)
+    exact, found = (
+        load_pipeline(
+            *source, backend="torch", dtype=dtype, tuning=TorchTuning(device="cpu", batch=count)
+        )
+        for count in (1, 4)
+    )
+    guided = SMALL.change(prompt="a red circle", steps=2, guidance=3.0, negative=LONG, n=2)
+    made = _images(found, guided)
+    assert [image.batch for image in made] == [4, 4]
+    compare(exact, [made], [(guided, ())])
 
 
 def test_adapters_that_change_weights_are_computed_apart(alone: Any, together: Any) -> None:
