@@ -178,7 +178,7 @@ class PolicyGate:
             )
         # What an index lists may have no name of its own.
         came_by = judged or self._manifests.get(content.digest, frozenset())
-        self._check_licenses(_Unchecked(store), document, came_by, str(asked or content.digest))
+        self._check_licenses(_Unchecked(store), document, came_by, str(asked or ""))
         for rule_id, evidence in accepted.items():
             self._admit(document, content.digest, rules.get(rule_id), evidence)
         self._admit(document, content.digest, None, {}, came_by)
@@ -287,7 +287,7 @@ class PolicyGate:
         for name, rule in rules:
             if (fault := rule.terms.find_fault(stated)) is None:
                 continue
-            text = label if label.startswith(name) else f"{label}, as {name},"
+            text = label if label.startswith(name) else f"{name}@{document.digest}"
             message = f"{text} is refused by the licences in {rule.terms.source}: {fault}"
             if rule.mode is Mode.ENFORCE:
                 raise LicenseError(message, remedy="license_check")
