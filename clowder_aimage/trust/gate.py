@@ -187,7 +187,7 @@ class PolicyGate:
             )
         # What an index lists may have no name of its own.
         came_by = judged or self._manifests.get(content.digest, frozenset())
-        self._check_licenses(_Unchecked(store), document, came_by, str(asked or content.digest))
+        self._check_licenses(_Unchecked(store), document, came_by, str(asked or ""))
         _add_origins(store, content.digest, known)
         if record.get("accepted", {}) != accepted:
             value = record | {"accepted": accepted, "policy": self._policy.version}
@@ -370,7 +370,7 @@ class PolicyGate:
         for name, rule in rules:
             if (fault := rule.terms.find_fault(stated)) is None:
                 continue
-            text = label if label.startswith(name) else f"{label}, as {name},"
+            text = label if label.startswith(name) else f"{name}@{document.digest}"
             message = f"{text} is refused by the licences in {rule.terms.source}: {fault}"
             if rule.mode is Mode.ENFORCE:
                 raise LicenseError(message, remedy="license_check")
