@@ -16,7 +16,7 @@ _MOMENT = 5 * 10**9
 
 
 class EntryScan:
-    """What the entries of another program's index tell of the changes that it lacks.
+    """The changes that another program's index lacks, found by its entries.
 
     ``files`` are the lists of changes, the last one first. ``left`` are the names that another
     program has taken from our entries.
