@@ -22,7 +22,7 @@ from clowder_aimage.content.mount import find_mount
 from clowder_aimage.content.open_directory import READ
 from clowder_aimage.document.long_list import LongList, read_long_list
 from clowder_aimage.errors import FormatError, StoreError
-from clowder_aimage.layout.index_merge import EntryScan, drop_replaced, merge_left
+from clowder_aimage.layout.index_merge import EntryScan, drop_replaced, find_moved, merge_left
 from clowder_aimage.layout.index_stamp import IndexStamp, IndexState, build_stamp, read_state
 from clowder_aimage.layout.index_text import (
     FileText,
@@ -258,7 +258,8 @@ def _read_file(root: Path, path: Path, *, is_locked: bool) -> IndexFile:
     value = parse_index(raw, root, scan.visit)
     lacking = scan.find_lacking(status.st_mtime_ns)
     last = next(iter(files), None)
-    return IndexFile(root, raw, stamp, value, None, last, lacking, scan.moved)
+    moved = find_moved(value["manifests"], scan.left)
+    return IndexFile(root, raw, stamp, value, None, last, lacking, moved)
 
 
 def parse_index(

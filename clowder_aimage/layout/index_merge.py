@@ -16,9 +16,10 @@ _MOMENT = 5 * 10**9
 
 
 class EntryScan:
-    """A scan of the entries of another program's index for the changes that it lacks.
+    """The changes that another program's index lacks, found by its entries.
 
-    ``files`` are the lists of changes, the last one first.
+    ``files`` are the lists of changes, the last one first. ``left`` are the names that another
+    program has taken from our entries.
     """
 
     def __init__(self, files: Sequence[PendingNames]) -> None:
@@ -26,26 +27,18 @@ class EntryScan:
         self._groups = [_collapse(file.iter_changes()) for file in files]
         names = {name for group in self._groups for name in group}
         self._found: dict[Hashable, list[Any]] = {name: [] for name in names}
-        self._theirs, self._left = set[str](), set[str]()
+        self.left = set[str]()
 
     def visit(self, entries: Iterable[Any]) -> None:
         """Read further entries of the index."""
         for entry in entries:
             annotations = _get_annotations(entry)
-            theirs = annotations.get(mediatype.REF_NAME)
-            if mediatype.CONTAINERD_NAME not in annotations:
-                self._theirs.add(str(theirs))
-            elif theirs is None:
-                self._left.add(str(annotations[mediatype.CONTAINERD_NAME]))
+            if mediatype.CONTAINERD_NAME in annotations and mediatype.REF_NAME not in annotations:
+                self.left.add(str(annotations[mediatype.CONTAINERD_NAME]))
             if self._found:
                 found = self._found.get(build_key(get_name(entry)))
                 if found is not None:
                     found.append(entry)
-
-    @property
-    def moved(self) -> set[str]:
-        """The names that skopeo moved (``drop_replaced``)."""
-        return self._left & self._theirs
 
     def find_lacking(self, written_ns: int) -> list[NameChange]:
         """Return the changes that the index of that time in nanoseconds lacks, in order.
@@ -134,6 +127,17 @@ def merge_left(
             yield change.new
             # A further entry of the name has the same digest
             net[build_key(name)] = replace(change, new=None)
+
+
+def find_moved(entries: Iterable[Any], left: Collection[str]) -> set[str]:
+    """Return the names that skopeo moved (``drop_replaced``), of those it took from our entries."""
+    moved = set[str]()
+    for entry in entries if left else ():
+        annotations = _get_annotations(entry)
+        name = str(annotations.get(mediatype.REF_NAME))
+        if name in left and mediatype.CONTAINERD_NAME not in annotations:
+            moved.add(name)
+    return moved
 
 
 def drop_replaced(entries: Iterable[Any], moved: Collection[str]) -> Iterator[Any]:
