@@ -534,7 +534,7 @@ def test_an_error_of_arithmetic_is_a_model_error_without_its_text(error: type[Ex
         yield Step(1, 2, 0)
         raise error("a secret prompt")
 
-    model = RunnableModel(cast(Any, None), cast(Any, SimpleNamespace(generate=failing)))
+    model = RunnableModel(cast(Any, None), cast(Any, SimpleNamespace(open=failing, complete=iter)))
     events = model.generate(GenerateRequest.of("a secret prompt"))
     assert next(events) == Step(1, 2, 0)
     with pytest.raises(ModelError, match=error.__name__) as caught:

@@ -45,9 +45,10 @@ class TorchAdaptation(NetworkAdaptation):
 
     def __init__(self, component: str, sanitize: Any, skip: Any, library: TorchLibrary) -> None:
         super().__init__(component, sanitize, skip)
+        self._library = library
         # Stored here: an offloaded layer is elsewhere while it is idle
         self._target: dict[str, Any] = {"device": library.device, "dtype": library.dtype}
-        # The branches in use, and adapters of branches only, by their keys
+        # The branches in use, and recent ones of batches; adapters of branches only, by their keys
         self._built: dict[tuple[Use, ...], dict[Branching, Branch]] = {}
         self._mixable: dict[str, bool] = {}
 
@@ -74,7 +75,8 @@ class TorchAdaptation(NetworkAdaptation):
         for uses in dict.fromkeys(rows):
             # The last ones are the most recently used
             self._built[uses] = self._built.pop(uses, {}) or self._build(uses, compiled)
-        while len(self._built) > max(len(rows), _KEPT):
+        kept = _KEPT if self._library.batches.largest > 1 else 1
+        while len(self._built) > max(len(rows), kept):
             del self._built[next(iter(self._built))]
         # All layers of compiled blocks have a branch: their code is the same
         layers = {layer for uses in rows for layer in self._built[uses]}
