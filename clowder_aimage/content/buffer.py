@@ -6,7 +6,7 @@ import mmap
 
 CHUNK_SIZE = 1024 * 1024
 # Bytes of the largest read of a copy: a buffer costs its threads the same whatever its size.
-LARGEST_READ = 3 * CHUNK_SIZE
+LARGEST_READ = 2 * CHUNK_SIZE
 PAGE = 4096
 
 

@@ -42,7 +42,7 @@ RESERVE = 16 * 1024 * 1024
 # Bytes of a large blob between two checkpoints. A read more may be written before the next one.
 NOTED = 12 * 1024 * 1024
 # Bytes of the smallest read of a large blob, and of all buffers that are filled
-_SMALL_READ, _FILLED = 256 * 1024, 12 * 1024 * 1024
+_SMALL_READ, _FILLED = 256 * 1024, 7 * 1024 * 1024
 # Seconds of a read: progress is shown after each one
 _QUICK, _SLOW = 0.1, 0.4
 # Seconds after which a process that is waited for is reported

@@ -258,16 +258,16 @@ def test_many_connections_use_little_of_their_buffers(large: int, store: ImageLa
     size = engine._find_largest_read(transfer)
     transfer.ingest.abort()
     assert size % PAGE == 0
-    assert size * (large + EXTRA_BUFFERS) <= 17 * MIB
-    assert (large == 1) == (size == LARGEST_READ)
+    assert size == 256 * 1024 or size * (large + EXTRA_BUFFERS) <= 7 * MIB
+    assert size <= LARGEST_READ
 
 
 def test_slow_reads_become_smaller() -> None:
     step, steps = MIB, []
-    for seconds in (0.01, 0.01, 0.01, 0.2, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5):
+    for seconds in (0.01, 0.01, 0.2, 0.5, 0.5, 0.5, 0.5):
         step = _adapt_step(step, seconds)
         steps.append(step / MIB)
-    assert steps == [2, 3, 3, 3, 1.5, 0.75, 0.375, 0.25, 0.25, 0.25]
+    assert steps == [2, 2, 2, 1, 0.5, 0.25, 0.25]
 
 
 def test_small_blobs_use_no_more_connections_than_they_need(store: ImageLayout) -> None:
