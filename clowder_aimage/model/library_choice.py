@@ -89,8 +89,8 @@ class TorchTuning:
         own = replace(self, reproducible=False, batch=None if self.batch == 1 else self.batch)
         if own != TorchTuning() and library != TORCH:
             raise UsageError(
-                f"{library} was selected, but a device, compilation, an attention backend, batches "
-                "and fp8 are options of torch",
+                f"{library} was selected, but a device, compilation, an attention backend and fp8 "
+                "are options of torch, and so are batches",
                 remedy="use_torch",
             )
 

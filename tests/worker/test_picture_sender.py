@@ -22,6 +22,7 @@ from clowder_aimage.engine.runner import Runner
 from clowder_aimage.errors import ModelError
 from clowder_aimage.generation.request import GenerateRequest
 from clowder_aimage.layout.layered_store import LayeredStore
+from clowder_aimage.model.batch_table import BatchTable
 from clowder_aimage.model.pipeline import Image, Preview, Step
 from clowder_aimage.pictures import generated_picture
 from tests.wait import until_async
@@ -38,11 +39,12 @@ class Model:
     def __init__(self, on_step: Callable[[int, int], None] = lambda *_: None) -> None:
         self._on_step = on_step
         self.stored = SimpleNamespace(descriptor=SimpleNamespace(digest="sha256:0"))
+        self.batches = BatchTable()
 
     def plan_marking(self, *_: Any, **__: Any) -> None:
         """Return no marking."""
 
-    def generate(self, request: GenerateRequest) -> Iterator[Step | Preview | Image]:
+    def open(self, request: GenerateRequest) -> Iterator[Step | Preview | Image]:
         pixels = np.zeros((1, 1, 3), np.uint8)
         for picture in range(request.output.n):
             seed = request.sampling.seed + picture
@@ -94,7 +96,9 @@ def answer(
                 assert all(is_over.acquire(timeout=LONG) for _ in commands)
             return super().read(size)
 
-    ModelProcess(Source(b"".join(map(frame.encode, commands))), Target()).run()
+    process = ModelProcess(Source(b"".join(map(frame.encode, commands))), Target())
+    process._model = model
+    process.run()
     return replies
 
 
