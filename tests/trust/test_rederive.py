@@ -37,6 +37,7 @@ from tests.text.tiny_text import write_model
 from tests.trust.place import Place
 
 Q = "transformer/layers.0.attention.to_q.weight"
+SHAPES = Path(__file__).parents[2] / "examples" / "shapes" / "model"
 TYPES = ("int8", "int4", "nvfp4", "mxfp8", "fp8", "transformer=int4,text_encoder=int8")
 CASTS = ("f16", "f32", "bf16", "auto")
 # The words of verbs that make d
@@ -596,3 +597,16 @@ def test_a_statement_is_collected_with_its_subject(here: Aimage) -> None:
 
 def blobs(here: Aimage) -> set[str]:
     return {path.name for path in (here.store / "blobs" / "sha256").iterdir()}
+
+
+@pytest.mark.integration
+def test_a_flipped_code_of_the_shapes_model_is_named(tmp_path: Path) -> None:
+    """In a model that was trained, of 3.9 million parameters, with one thread and with all."""
+    here = Aimage(tmp_path, tmp_path / "store")
+    here("create", "m", SHAPES, "-q")
+    here("convert", "m", "d", "--quantize", "int8", "-q")
+    assert "equal to quantize (transformer int8)" in here("verify", "d", "--rederive").out
+    name = "transformer/layers.0.attention.to_q.weight"
+    replace_layer(here, "d", name, flip_last)
+    for options in ((), ("--jobs", "1")):
+        assert name in here("verify", "d", "--rederive", *options, code=5).out
