@@ -49,7 +49,7 @@ from clowder_aimage.trust.collection import (
     find_signature,
     run_bounded,
 )
-from clowder_aimage.trust.policy import Mode, Policy, Rule, build_rule_name
+from clowder_aimage.trust.policy import LicenseRule, Mode, Policy, Rule, build_rule_name
 
 # The private directory of the records of a store
 RECORDS = "trust"
@@ -78,6 +78,8 @@ class PolicyGate:
         self._listed: dict[Digest, frozenset[Digest]] = {}
         # The licences that manifests state; None for what is not an AImage
         self._licenses: dict[Digest, tuple[str, ...] | None] = {}
+        # The licence in the annotation of a manifest whose config was not read
+        self._annotated: dict[Digest, tuple[str, ...]] = {}
         # The accepted signatures of manifests: their manifest and their blob
         self._documents: dict[Digest, list[tuple[Descriptor, bytes]]] = {}
         self._warned: set[tuple[str, Digest]] = set()
@@ -349,7 +351,7 @@ class PolicyGate:
 
     def find_licenses(self, digest: Digest) -> tuple[str, ...] | None:
         """Return the licences that a manifest states, None if none was asked for."""
-        return self._licenses.get(digest)
+        return self._licenses.get(digest) or self._annotated.get(digest)
 
     def _check_licenses(
         self, source: Source, document: Manifest | Index, names: Iterable[str], label: str
@@ -364,17 +366,34 @@ class PolicyGate:
         ]
         if not rules or isinstance(document, Index):
             return
-        stated = self._read_licenses(source, document)
-        if stated is None:
-            return
+        annotated = document.annotations.get(mediatype.LICENSES)
+        if annotated is not None and document.digest not in self._licenses:
+            with self._lock:
+                if len(self._annotated) > _MAX_ADMITTED:
+                    self._annotated.clear()
+                self._annotated[document.digest] = (annotated,)
+            # All that it states apply: a refused one needs no request for the config.
+            refusing = [(name, rule) for name, rule in rules if rule.mode is Mode.ENFORCE]
+            self._judge_licenses(refusing, (annotated,), document.digest, label)
+        if (stated := self._read_licenses(source, document)) is not None:
+            self._judge_licenses(rules, stated, document.digest, label)
+
+    def _judge_licenses(
+        self,
+        rules: Iterable[tuple[str, LicenseRule]],
+        stated: Sequence[str],
+        digest: Digest,
+        label: str,
+    ) -> None:
+        """Warn about licences, or raise LicenseError, by the modes of the rules."""
         for name, rule in rules:
             if (fault := rule.terms.find_fault(stated)) is None:
                 continue
-            text = label if label.startswith(name) else f"{name}@{document.digest}"
+            text = label if label.startswith(name) else f"{name}@{digest}"
             message = f"{text} is refused by the licences in {rule.terms.source}: {fault}"
             if rule.mode is Mode.ENFORCE:
                 raise LicenseError(message, remedy="license_check")
-            self._warn((rule.terms.id, document.digest), f"{text} would be refused: {fault}")
+            self._warn((rule.terms.id, digest), f"{text} would be refused: {fault}")
 
     def _read_licenses(self, source: Source, document: Manifest) -> tuple[str, ...] | None:
         if document.digest in self._licenses:
