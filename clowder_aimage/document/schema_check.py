@@ -106,6 +106,10 @@ def _check_one_of(check: SchemaCheck, schemas: list[Any], value: object, _: Any)
     return sum(check.decide(schema, value) for schema in schemas) == 1
 
 
+def _check_any_of(check: SchemaCheck, schemas: list[Any], value: object, _: Any) -> bool:
+    return any(check.decide(schema, value) for schema in schemas)
+
+
 def _check_pattern(_: SchemaCheck, pattern: str, value: object, __: Any) -> bool:
     return not isinstance(value, str) or compile_pattern(pattern).search(value) is not None
 
@@ -159,8 +163,10 @@ _CHECKS: dict[str, Any] = {
     "required": _check_required,
     "items": _check_items,
     "uniqueItems": _check_unique,
+    "anyOf": _check_any_of,
     "oneOf": _check_one_of,
     "pattern": _check_pattern,
+    "minProperties": _bound(dict, len, int.__ge__),
     "minItems": _bound(list, len, int.__ge__),
     "maxItems": _bound(list, len, int.__le__),
     "minLength": _bound(str, len, int.__ge__),

@@ -91,7 +91,7 @@ def test_a_client_learns_what_its_token_allows(empty: LocalWorker, tmp_path: Pat
     known = {"version": empty.get("/v1/worker")["version"]}
     assert other.get("/v1/worker") == known | {"scope": None}
     assert other.get("/v1/worker", Authorization="Bearer wrong") == known | {"scope": None}
-    facts = {"default_model": "shapes", "enhancer": None}
+    facts: dict[str, Any] = {"default_model": "shapes", "enhancer": None, "batches": []}
     for scope in ("admin", "infer"):
         found = other.get("/v1/worker", Authorization=f"Bearer {scope[0] * 16}")
         assert found == known | facts | {"scope": scope}
