@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from ipaddress import IPv6Address
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from clowder_aimage.errors import UsageError
 from clowder_aimage.oci import Reference
@@ -26,7 +26,9 @@ from clowder_aimage.oci.reference import DOCKER_HUB
 from clowder_aimage.trust.acceptance import Format, Signers
 from clowder_aimage.trust.certificate import Identity, parse_certificates
 from clowder_aimage.trust.key import MAX_FILE, PublicKey
-from clowder_aimage.trust.license_terms import LicenseTerms, build_terms
+
+if TYPE_CHECKING:
+    from clowder_aimage.trust.license_terms import LicenseTerms
 
 # The host of a registry alone, rather than a local name with a dot such as sd-v1.5
 _BARE_HOST = re.compile(r"(?:localhost|(?:[a-z0-9-]+\.)+[a-z]{2,})(?::[0-9]+)?")
@@ -193,6 +195,9 @@ def _needs_signers(entry: dict[str, Any]) -> bool:
 
 
 def _build_license_rule(source: str, default: Mode, entry: dict[str, Any]) -> LicenseRule:
+    # Most policies are about signatures alone: this takes 3 ms.
+    from clowder_aimage.trust.license_terms import build_terms
+
     value = entry["licenses"]
     mode = Mode(value.get("mode", entry.get("mode", default)))
     pattern = "*" if entry["pattern"] == "*" else _build_pattern(source, entry["pattern"])
