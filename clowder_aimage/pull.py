@@ -182,9 +182,11 @@ def _open_image(
     if (origin := read_origin(document, config)) is None:
         return Overlay(source, root, {document.config.digest: config}), root, document
     manifest = origin.manifest
+    parts = PartsSource(source, origin.blobs)
     if (gate := find_gate()) is not None:
-        gate.admit_remote(repository, reference, manifest.descriptor, manifest.raw)
-    return PartsSource(source, origin.blobs), manifest.descriptor, manifest
+        # Its config is a part of the image, too.
+        gate.admit_remote(repository, reference, manifest.descriptor, manifest.raw, parts)
+    return parts, manifest.descriptor, manifest
 
 
 def _select_layers(

@@ -20,9 +20,17 @@ class Gate(Protocol):
     """A policy. The methods raise PolicyError: it does not accept the content."""
 
     def admit_remote(
-        self, repository: Source, reference: Reference, content: Descriptor, raw: bytes
+        self,
+        repository: Source,
+        reference: Reference,
+        content: Descriptor,
+        raw: bytes,
+        source: Source | None = None,
     ) -> None:
-        """Decide about a manifest of a registry, before any of its blobs is fetched."""
+        """Decide about a manifest of a registry, before any of its blobs is fetched.
+
+        ``source`` has its config, if the repository does not.
+        """
 
     def check_blob(self, name: str, content: Descriptor) -> None:
         """Decide about a blob of the repository ``name``: a manifest with it must be admitted."""

@@ -15,7 +15,9 @@ import pytest
 
 from clowder_aimage.content.platform import ANY, Platform, choose, list_candidates
 from clowder_aimage.content.store import ContentStore
+from clowder_aimage.dialect.license import join_licenses
 from clowder_aimage.dialect.mountable import ORIGIN, read_origin
+from clowder_aimage.document.license_expression import parse_expression
 from clowder_aimage.errors import FormatError, UsageError
 from clowder_aimage.exporter.image import ImageSource
 from clowder_aimage.layout import ImageLayout
@@ -107,6 +109,19 @@ def test_the_bytes_follow_from_the_aimage_and_platforms_share_the_layers(here: A
         config = json.loads(image.open(manifest.config).read())
         assert (config["os"], config["architecture"]) == ("linux", architecture)
         assert config["rootfs"]["diff_ids"] == [str(layer.digest) for layer in manifest.layers]
+
+
+def test_the_manifests_state_the_licences(aimage: Callable[..., Aimage], tiny: Path) -> None:
+    here = aimage()
+    here("create", "x", abridge(tiny, here.home / "x"), "--license", "MIT OR CC-BY-NC-4.0", "-q")
+    for manifest in read_manifests(build(ImageLayout(here.store))):
+        assert manifest.annotations == {mediatype.LICENSES: "MIT OR CC-BY-NC-4.0"}
+
+
+def test_licences_that_all_apply_are_one_expression() -> None:
+    assert join_licenses(()) == ""
+    joined = parse_expression(join_licenses(("MIT OR CC-BY-NC-4.0", "Apache-2.0")))
+    assert joined == parse_expression("(MIT OR CC-BY-NC-4.0) AND Apache-2.0")
 
 
 def test_images_share_the_layer_of_a_component_that_models_share(
