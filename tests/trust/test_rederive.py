@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -659,6 +660,22 @@ def test_a_statement_is_collected_with_its_subject(here: Aimage) -> None:
     here("rm", "d", "--gc", "-q")
     assert blobs(here) == before
     assert not [*(here.store / ".aimage" / "attached").iterdir()]
+
+
+def test_a_statement_about_a_manifest_of_a_lower_store_is_kept(here: Aimage) -> None:
+    here("convert", "m", "d", "--quantize", "int8", "-q")
+    here("save", "d", "-o", "d.tar", "-q")
+    shutil.rmtree(here.store / ".aimage" / "attached")
+    here("gc", "--grace", "0s", "-q")
+    upper = Aimage(here.home, here.home / "upper")
+    upper.environment["AIMAGE_STORE"] = f"{upper.store}{os.pathsep}{here.store}"
+    upper("load", "d.tar", "-q")
+    digest = find_digest(here, "d").partition(":")[2]
+    assert digest not in blobs(upper)
+    upper("gc", "--grace", "0s", "-q")
+    upper("verify", "d", "--rederive")
+    upper("rm", "d", "--gc", "-q")
+    assert not [*(upper.store / ".aimage" / "attached").iterdir()]
 
 
 def blobs(here: Aimage) -> set[str]:
