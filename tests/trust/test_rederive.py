@@ -21,8 +21,10 @@ from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.attachment import attach, list_attachments
 from clowder_aimage.layout.stored_aimage import StoredAImage, read_aimage
 from clowder_aimage.oci import Descriptor, Digest, Reference
+from clowder_aimage.oci.artifact import EMPTY, build_artifact
 from clowder_aimage.rederive import RederiveOptions, rederive
 from clowder_aimage.trust import lineage
+from clowder_aimage.trust.dsse import IN_TOTO
 from clowder_aimage.trust.lineage import (
     ComponentType,
     Derivation,
@@ -648,6 +650,33 @@ def test_a_saved_statement_is_loaded_without_a_name(here: Aimage) -> None:
     third("load", "d.tar", "--as", "e", "-q")
     out = third("verify", "e", "--rederive", code=5).out
     assert "is not complete in the store; pull or create the parent" in out
+
+
+def test_a_statement_of_a_later_version_travels(here: Aimage) -> None:
+    here("convert", "m", "d", "--quantize", "int8", "-q")
+    shutil.rmtree(here.store / ".aimage" / "attached")
+    layout, stored = open_stored(here, "d")
+    derivation = quantized(find_digest(here, "m"))
+    payload = derivation.encode(stored.descriptor.digest).replace(b'"quantize"', b'"prune"')
+    attach_payload(layout, stored.descriptor, payload)
+    here("save", "m", "d", "-o", "all.tar", "-q")
+    other = Aimage(here.home, here.home / "other")
+    other("load", "all.tar", "-q")
+    out = other("verify", "d", "--rederive", code=5).out
+    assert "the operation 'prune' is unknown; a later version of the program may know it" in out
+
+
+def attach_payload(layout: ImageLayout, subject: Descriptor, payload: bytes) -> None:
+    """Attach a statement of any bytes to a manifest."""
+    layer = Descriptor(IN_TOTO, Digest.of(payload), len(payload))
+    manifest = build_artifact(lineage.TYPE, [layer], subject, {})
+    for content, data in (
+        (layer, payload),
+        (manifest.config, EMPTY),
+        (manifest.descriptor, manifest.raw),
+    ):
+        layout.push(content, build_bytes_body(data))
+    attach(layout, subject.digest, manifest.descriptor)
 
 
 def test_a_statement_is_collected_with_its_subject(here: Aimage) -> None:
