@@ -155,8 +155,16 @@ def resolve_changed(
         root = repository.resolve_changed(reference, previous)
         if root is None:
             return None
-        selected = select(repository, root, reference, ANY)
-        return root, _open_image(repository, repository, repository, reference, *selected)[1]
+        return root, find_pulled(repository, reference, root)
+
+
+def find_pulled(repository: Repository, reference: Reference, root: Descriptor) -> Descriptor:
+    """Return the manifest that a pull of the manifest or index ``root`` would store.
+
+    No blob is fetched but the config of an image. Raises as the resolution in ``pull``.
+    """
+    selected = select(repository, root, reference, ANY)
+    return _open_image(repository, repository, repository, reference, *selected)[1]
 
 
 def resolve_stored_name(reference: Reference, descriptor: Descriptor) -> Reference:

@@ -250,8 +250,12 @@ def test_a_manifest_of_an_index_is_judged_by_its_own_licence(
     market.write(rules=[rule])
     mark = market.registry.mark()
     market.empty("pull", str(reference), code=5)
+    checked = market.empty("trust", "check", str(reference), "--json", code=5).value
+    assert (checked["digest"], checked["accepted"]) == (str(child.digest), False)
+    assert checked["licenses"] == ["cc-by-nc-4.0"]
     assert not market.list_fetched(mark)
     market.write(rules=[{**rule, "licenses": {"allow": ["CC-BY-NC-4.0"]}}])
+    assert market.empty("trust", "check", str(reference), "--json").value["accepted"] is True
     market.empty("pull", str(reference), "-q")
     market.empty("export", str(reference), "out", "-q")
     market.write(rules=[rule])
@@ -300,6 +304,8 @@ def test_a_mountable_image_that_hides_the_licence_is_refused(
     name = push_image(market.here, market)
     market.write(OPEN)
     assert "CC-BY-NC-4.0 is not allowed" in market.empty("pull", name, code=5).err
+    checked = market.empty("trust", "check", name, code=5).out
+    assert "refused" in checked and "CC-BY-NC-4.0 is not allowed" in checked
     assert not list((market.empty.store / "blobs").rglob("*/*"))
 
 
