@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 from clowder_aimage.content import build_bytes_body
 from clowder_aimage.dialect import AImage, Layer
-from clowder_aimage.errors import FormatError
+from clowder_aimage.errors import FormatError, UsageError
 from clowder_aimage.importer import blob_encoder
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.attachment import attach, list_attachments
@@ -416,6 +416,19 @@ def test_the_same_statement_is_not_attached_twice(here: Aimage) -> None:
     layout, stored = open_stored(here, "d")
     assert len(list_attachments(layout.roots, stored.descriptor.digest)) == 1
     assert here("ls", "--json").value[0]["reference"] == "d:latest"
+
+
+def test_a_statement_too_many_is_refused_and_none_is_dropped(here: Aimage) -> None:
+    layout, stored = open_stored(here, "m")
+    subject = stored.descriptor
+    for number in range(16):
+        state(here, "m", quantized(f"sha256:{number:064}"))
+    kept = list_attachments(layout.roots, subject.digest)
+    assert len(kept) == 16
+    with pytest.raises(UsageError, match="has 16 attached artifacts in the store"):
+        state(here, "m", quantized(f"sha256:{16:064}"))
+    state(here, "m", quantized(f"sha256:{0:064}"))
+    assert list_attachments(layout.roots, subject.digest) == kept
 
 
 def test_an_aimage_without_a_statement_is_an_error(here: Aimage) -> None:
