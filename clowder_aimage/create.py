@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import secrets
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -247,15 +247,16 @@ def plan_convert(
     threads: int | None,
     on_survey: OnSurvey = lambda _: None,
     on_surveyed: OnSurvey = lambda _: None,
-    only: Container[str] | None = None,
+    checks_fit: bool = True,
 ) -> CreatePlan:
     """Return the plan of the conversion of a complete AImage. Raises as ``convert``.
 
-    With ``only``, decisions that depend on values are made for the layers of these names.
+    Without ``checks_fit``, values that do not fit their type are found when they are encoded.
     """
     layers = read_stored(store, stored.aimage, _read_quantization(store, stored.aimage))
-    surveyed = [entry for entry in layers if only is None or entry.layer.name in only]
-    exact = survey_weights(group_weights(surveyed), recipe, threads, on_survey, on_surveyed)
+    exact = survey_weights(
+        group_weights(layers), recipe, threads, on_survey, on_surveyed, checks_fit=checks_fit
+    )
     subject = stored.descriptor if is_attached else None
     base = subject and Descriptor(subject.media_type, subject.digest, subject.size)
     return plan_conversion(stored.aimage, layers, stored.dialect, recipe, exact, base)

@@ -155,8 +155,16 @@ def resolve_changed(
         root = repository.resolve_changed(reference, previous)
         if root is None:
             return None
-        selected = select(repository, root, reference, ANY)
-        return root, _open_image(repository, repository, repository, reference, *selected)[1]
+        return root, find_pulled(repository, reference, root)
+
+
+def find_pulled(repository: Repository, reference: Reference, root: Descriptor) -> Descriptor:
+    """Return the manifest that a pull of the manifest or index ``root`` would store.
+
+    No blob is fetched but the config of an image. Raises as the resolution in ``pull``.
+    """
+    selected = select(repository, root, reference, ANY)
+    return _open_image(repository, repository, repository, reference, *selected)[1]
 
 
 def resolve_stored_name(reference: Reference, descriptor: Descriptor) -> Reference:
@@ -182,9 +190,11 @@ def _open_image(
     if (origin := read_origin(document, config)) is None:
         return Overlay(source, root, {document.config.digest: config}), root, document
     manifest = origin.manifest
+    parts = PartsSource(source, origin.blobs)
     if (gate := find_gate()) is not None:
-        gate.admit_remote(repository, reference, manifest.descriptor, manifest.raw)
-    return PartsSource(source, origin.blobs), manifest.descriptor, manifest
+        # Its config is a part of the image, too.
+        gate.admit_remote(repository, reference, manifest.descriptor, manifest.raw, parts)
+    return parts, manifest.descriptor, manifest
 
 
 def _select_layers(

@@ -59,7 +59,7 @@ from clowder_aimage.trust.lineage import (
 )
 
 STORE, REGISTRY = "store", "registry"
-# Chooses which of the changed layers are compared
+# Chooses which of the computed layers are compared
 Choose = Callable[[Sequence[str]], Collection[str]]
 
 
@@ -67,9 +67,9 @@ Choose = Callable[[Sequence[str]], Collection[str]]
 class RederiveOptions:
     """Options of a check.
 
-    ``choose`` returns the names to compare of the layers that differ from the parent's; None
-    compares everything, with the config and the manifest. ``adapters`` are found by their digests
-    if the store lacks them. ``pull`` are the options with which a missing parent is pulled.
+    ``choose`` returns the names to compute of the layers that the recipe changes; None computes
+    all. What needs no weights is compared of all layers. ``adapters`` are found by their digests if
+    the store lacks them. ``pull`` are the options with which a missing parent is pulled.
     """
 
     choose: Choose | None = None
@@ -235,12 +235,12 @@ class _Check:
         """Return the result. Raises NotFoundError, ContentError: it cannot be computed."""
         self._check_specification()
         parent, place = self._open_parent()
-        only = self._choose(parent.aimage)
-        plan, sources = self._plan(parent, only)
+        plan, sources = self._plan(parent)
         computed = list_computed(plan.layers)
-        if only is not None:
+        if self.options.choose is not None:
+            only = self.options.choose([planned.name for planned in computed])
             computed = [planned for planned in computed if planned.name in only]
-        difference = find_structural_difference(plan.layers, self.stored.aimage, only)
+        difference = find_structural_difference(plan.layers, self.stored.aimage)
         if difference is None:
             self.options.on_plan(sum(planned.size for planned in computed))
             difference = find_blob_difference(
@@ -251,7 +251,7 @@ class _Check:
                 threads=self.options.threads,
                 on_compared=self.options.on_compared,
             )
-        if difference is None and only is None:
+        if difference is None:
             difference = self._find_other_difference(plan, parent)
         names = tuple(planned.name for planned in computed)
         return RederivedStatement(statement, self.derivation, place, names, difference)
@@ -298,20 +298,7 @@ class _Check:
                     break
         return open_complete(self.layout, reference, self.lease)
 
-    def _choose(self, parent: AImage) -> Collection[str] | None:
-        if self.options.choose is None:
-            return None
-        before = {layer.name: layer.descriptor.digest for layer in parent.layers}
-        changed = [
-            layer.name
-            for layer in self.stored.aimage.layers
-            if before.get(layer.name) != layer.descriptor.digest
-        ]
-        return self.options.choose(changed)
-
-    def _plan(
-        self, parent: StoredAImage, only: Collection[str] | None
-    ) -> tuple[CreatePlan, Mapping[str, Sequence[Descriptor]]]:
+    def _plan(self, parent: StoredAImage) -> tuple[CreatePlan, Mapping[str, Sequence[Descriptor]]]:
         """Return the plan of the verb, and the blobs that its layers are computed from."""
         recipe = self.derivation.recipe
         match recipe.operation:
@@ -333,7 +320,7 @@ class _Check:
             conversion,
             is_attached=recipe.is_variant,
             threads=self.options.threads,
-            only=only,
+            checks_fit=self.options.choose is None,
         )
         return plan, {}
 

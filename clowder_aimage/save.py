@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 import stat
 from collections.abc import Collection, Iterator, Sequence
@@ -18,7 +19,7 @@ from clowder_aimage.content.gate import unchecked
 from clowder_aimage.content.open_directory import open_special, resolve
 from clowder_aimage.content.tar_store import TarStream, TarTarget, is_tar, open_archive, write_error
 from clowder_aimage.content.verified_reader import check_size
-from clowder_aimage.content.volume import VolumeReader, open_volumes
+from clowder_aimage.content.volume import MAX_WRITTEN, VolumeReader, open_volumes
 from clowder_aimage.errors import (
     AImageError,
     FormatError,
@@ -35,9 +36,13 @@ from clowder_aimage.oci import Descriptor, Digest, Index, Manifest, Reference, m
 from clowder_aimage.oci.manifest import encode, parse_document
 from clowder_aimage.trust.collection import iter_carried
 
-# A digest in a text, or the name of a blob's file.
 _MAX_LIST = 256 * 1024 * 1024
-_DIGEST = re.compile(rb"(?<![0-9a-f])(?:sha256:)?([0-9a-f]{64})(?![0-9a-f])")
+# Bytes by which a tar is told from a text
+_FRONT = 512
+# Hex digits of a digest
+_SHA256 = 64
+# A digest in a text, or the name of a blob's file.
+_DIGEST = re.compile(rb"(?<![0-9a-f])([0-9a-f]{128}|[0-9a-f]{64})(?![0-9a-f])")
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,22 +121,38 @@ def save(
 def read_known(path: Path) -> set[Digest]:
     """Return the digests of the blobs in an archive, or those in a text.
 
-    A text has any number of digests, such as the names of files in ``blobs/sha256``.
+    A text has any number of digests, such as the names of files in ``blobs/sha256``, and may come
+    from a pipe.
 
     Raises:
+        UsageError: it is an archive in a pipe.
         NotFoundError: the file does not exist.
         FormatError: it has no digest, or is a damaged archive.
         StoreError: it cannot be read.
     """
     with open_archive(path) as (file, name):
-        if isinstance(file, VolumeReader) or is_tar(file):
-            members = TarStream(file, name).iter_members()
-            paths = [member.name for member in members]
-            return {Digest(*rest) for first, *rest in paths if first == "blobs" and len(rest) == 2}
-        data = file.read(_MAX_LIST)
-    if found := {Digest("sha256", match.decode()) for match in _DIGEST.findall(data)}:
+        if isinstance(file, VolumeReader):
+            return _list_blobs(file, name)
+        reader = io.BufferedReader(file)
+        data = reader.read(_FRONT)
+        if is_tar(data):
+            if not file.seekable():
+                raise UsageError(
+                    f"{path} is an archive in a pipe", hint="write it to a file, and name that"
+                )
+            file.seek(0)
+            return _list_blobs(file, name)
+        data += reader.read(_MAX_LIST)
+    names = {match.decode() for match in _DIGEST.findall(data)}
+    if found := {Digest("sha256" if len(text) == _SHA256 else "sha512", text) for text in names}:
         return found
     raise FormatError(f"{path} has no digests", remedy="known_list")
+
+
+def _list_blobs(file: io.FileIO | VolumeReader, name: str) -> set[Digest]:
+    """Return the digests of the blobs in an archive. Raises FormatError, StoreError."""
+    paths = [member.name for member in TarStream(file, name).iter_members()]
+    return {Digest(*rest) for first, *rest in paths if first == "blobs" and len(rest) == 2}
 
 
 def _resolve(
@@ -216,6 +237,19 @@ def _merge(
     return CopyPlan(tuple(ordered), tuple(blobs.values()), absent=tuple(absent.values()))
 
 
+def _check_volumes(target: Path, mode: int | None, size: int, volume: int | None) -> None:
+    """Raise UsageError if the archive cannot be written in volumes of this size."""
+    if volume is None:
+        return
+    if mode is not None and not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        raise UsageError(f"volumes are files, and {target} is not one")
+    if (count := -(-size // volume)) > MAX_WRITTEN:
+        raise UsageError(
+            f"the archive would have {count} volumes, over {MAX_WRITTEN}",
+            hint=f"choose a size of at least {-(-size // MAX_WRITTEN)} bytes",
+        )
+
+
 @contextmanager
 def _open_output(
     target: Path | BinaryIO, size: int, volume: int | None
@@ -231,6 +265,7 @@ def _open_output(
     try:
         final = resolve(target)
         mode = final.stat().st_mode if final.exists() else None
+        _check_volumes(target, mode, size, volume)
         if mode is not None and stat.S_ISDIR(mode):
             hint = f"name a file in it: {target}/NAME.tar"
             raise UsageError(f"{target} is a directory", hint=hint)

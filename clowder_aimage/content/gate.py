@@ -20,9 +20,17 @@ class Gate(Protocol):
     """A policy. The methods raise PolicyError: it does not accept the content."""
 
     def admit_remote(
-        self, repository: Source, reference: Reference, content: Descriptor, raw: bytes
+        self,
+        repository: Source,
+        reference: Reference,
+        content: Descriptor,
+        raw: bytes,
+        source: Source | None = None,
     ) -> None:
-        """Decide about a manifest of a registry, before any of its blobs is fetched."""
+        """Decide about a manifest of a registry, before any of its blobs is fetched.
+
+        ``source`` has its config, if the repository does not.
+        """
 
     def check_blob(self, name: str, content: Descriptor) -> None:
         """Decide about a blob of the repository ``name``: a manifest with it must be admitted."""
@@ -50,14 +58,17 @@ class Gate(Protocol):
 
 # Returns the gate of this process; set once by the user's configuration.
 GATES: list[Callable[[], Gate | None]] = []
-_is_unchecked: ContextVar[bool] = ContextVar("is_unchecked", default=False)
+# The gate that a block asks in place of that, which may be none
+_CHOSEN: ContextVar[tuple[Gate | None, ...]] = ContextVar("chosen_gate", default=())
 # Seconds for which a gate counts for the blobs of one copy, of which there are hundreds a second
 _MAX_AGE = 0.1
 
 
 def find_gate() -> Gate | None:
     """Return the gate, None without a policy. Raises UsageError: the policy cannot be used."""
-    return GATES[0]() if GATES and not _is_unchecked.get() else None
+    if chosen := _CHOSEN.get():
+        return chosen[0]
+    return GATES[0]() if GATES else None
 
 
 class RecentGate:
@@ -68,8 +79,8 @@ class RecentGate:
 
     def find(self) -> Gate | None:
         """Return the gate, as ``find_gate`` did at most _MAX_AGE ago."""
-        if _is_unchecked.get():
-            return None
+        if chosen := _CHOSEN.get():
+            return chosen[0]
         now, found = time.monotonic(), self._found
         if found is None or now - found[0] > _MAX_AGE:
             # A thread that finds it at the same time finds the same, or a newer one.
@@ -80,8 +91,21 @@ class RecentGate:
 @contextlib.contextmanager
 def unchecked() -> Iterator[None]:
     """Ask no gate in this block: it names, lists or removes content, or decides about it."""
-    token = _is_unchecked.set(True)
+    with _choose(None):
+        yield
+
+
+@contextlib.contextmanager
+def decided_by(gate: Gate) -> Iterator[None]:
+    """Ask this gate in this block, also in one that is unchecked."""
+    with _choose(gate):
+        yield
+
+
+@contextlib.contextmanager
+def _choose(gate: Gate | None) -> Iterator[None]:
+    token = _CHOSEN.set((gate,))
     try:
         yield
     finally:
-        _is_unchecked.reset(token)
+        _CHOSEN.reset(token)

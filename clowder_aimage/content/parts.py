@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
 from clowder_aimage.content.store import Reader, Source, WrappedSource
 from clowder_aimage.content.verified_reader import RawReader
 from clowder_aimage.dialect.mountable import Extent, Parts
+from clowder_aimage.errors import RegistryError
 from clowder_aimage.oci import Descriptor, Digest
 
 # Opens ``length`` bytes at ``offset``; or has these bytes.
@@ -76,7 +78,10 @@ def build_bytes_part(data: bytes) -> tuple[int, OpenPart]:
 
 
 class PartsSource(WrappedSource):
-    """A source that also has ``blobs``, whose parts are ranges of blobs of ``source``."""
+    """A source that also has ``blobs``, whose parts are ranges of blobs of ``source``.
+
+    Reads raise RegistryError if that is a registry that sends no ranges.
+    """
 
     def __init__(self, source: Source, blobs: Mapping[Digest, Parts]) -> None:
         super().__init__(source)
@@ -109,6 +114,16 @@ class PartsSource(WrappedSource):
     def _build_part(self, part: Extent | bytes) -> tuple[int, OpenPart]:
         if isinstance(part, bytes):
             return build_bytes_part(part)
-        return part.size, lambda offset, length: self._source.open(
-            part.layer, part.offset + offset, length
+        return part.size, partial(self._open_extent, part)
+
+    def _open_extent(self, part: Extent, offset: int, length: int) -> Reader:
+        reader = self._source.open(part.layer, part.offset + offset, length)
+        if not self._source.refuses_ranges(part.layer):
+            return reader
+        # Each part would be read from the beginning of its layer.
+        reader.close()
+        raise RegistryError(
+            f"the registry ignores the header Range, and sends all of {part.layer.digest}: the "
+            "blobs of an AImage are ranges of the layers of its mountable image",
+            hint="copy the image to another registry, or push the AImage itself",
         )

@@ -117,6 +117,10 @@ class Source(Protocol):
         """Return False once the source has answered a range request with the whole content."""
         return True
 
+    def refuses_ranges(self, content: Descriptor, /) -> bool:  # noqa: ARG002 - a default
+        """Return True once it has done so, and will again: not a cache that still receives it."""
+        return False
+
     def invalidate(self, content: Descriptor, /) -> bool:  # noqa: ARG002 - a default
         """Record that ``content`` was wrong; return True if another origin can supply it."""
         return False
@@ -143,6 +147,9 @@ class WrappedSource(Source):
 
     def supports_ranges(self, content: Descriptor, /) -> bool:
         return self._source.supports_ranges(content)
+
+    def refuses_ranges(self, content: Descriptor, /) -> bool:
+        return self._source.refuses_ranges(content)
 
     def invalidate(self, content: Descriptor, /) -> bool:
         return self._source.invalidate(content)

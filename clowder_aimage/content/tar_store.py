@@ -205,7 +205,7 @@ def open_archive(archive: Path | io.FileIO) -> Iterator[tuple[io.FileIO | Volume
         raise StoreError(f"cannot read {archive}: {error.strerror or error}") from error
     with file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode) or not is_list(
-            os.pread(file.fileno(), 64, 0)
+            os.pread(file.fileno(), _BLOCK, 0)
         ):
             yield file, str(archive)
             return
@@ -213,9 +213,8 @@ def open_archive(archive: Path | io.FileIO) -> Iterator[tuple[io.FileIO | Volume
         yield volumes, str(archive)
 
 
-def is_tar(file: io.FileIO) -> bool:
-    """Return True if a file begins as a tar, plain or compressed."""
-    front = os.pread(file.fileno(), _BLOCK, 0)
+def is_tar(front: bytes) -> bool:
+    """Return True if these first bytes of a file are those of a tar, plain or compressed."""
     return front[257:262] == b"ustar" or front.startswith((_GZIP, *_COMPRESSIONS))
 
 

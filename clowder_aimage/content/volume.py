@@ -11,6 +11,7 @@ import hashlib
 import io
 import json
 import os
+import stat
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ MEDIA_TYPE = "application/vnd.clowder.aimage.volumes.v1+json"
 _VOLUME = "application/octet-stream"
 _MAX_LIST = 4 * 1024 * 1024
 _MAX_VOLUMES = 10_000
+# Volumes of an archive that is written: each has two open descriptors until the end.
+MAX_WRITTEN = 400
 # The smallest volume: a smaller one would be a mistake.
 MIN_SIZE = 1_000_000
 
@@ -94,7 +97,11 @@ def open_volumes(path: Path, limit: int) -> Iterator[BinaryIO]:
     with contextlib.ExitStack() as stack:
         # Entered first, and so renamed last
         listed = stack.enter_context(open_atomic(build_list_name(path), removes_leftovers=True))
-        writer = VolumeWriter(path, limit, lambda name: stack.enter_context(open_atomic(name)))
+        writer = VolumeWriter(
+            path,
+            limit,
+            lambda name: stack.enter_context(open_atomic(name, removes_leftovers=True)),
+        )
         yield writer  # type: ignore[misc]  # a raw stream, as that of open_atomic
         write_all(listed.fileno(), writer.encode_list())
 
@@ -161,13 +168,13 @@ class VolumeReader(io.RawIOBase):
         if self._open is None or self._open[0] is not volume:
             if self._open is not None:
                 self._open[1].close()
-            self._open = (volume, volume.path.open("rb", buffering=0))
+            self._open = (volume, _open_regular(volume.path))
         return self._open[1]
 
 
 def is_list(front: bytes) -> bool:
     """Return True if these first bytes of a file are those of a list of volumes, not of a tar."""
-    return front.lstrip().startswith(b"{")
+    return front.lstrip().startswith(b"{") and MEDIA_TYPE.encode() in front
 
 
 def _read_list(path: Path) -> Sequence[_Volume]:
@@ -192,12 +199,21 @@ def _read_list(path: Path) -> Sequence[_Volume]:
     return [*volumes.values()]
 
 
+def _open_regular(path: Path) -> io.FileIO:
+    """Open a file to read it, and wait for no other process. Raises OSError, StoreError."""
+    file = io.FileIO(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
+    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        return file
+    file.close()
+    raise StoreError(f"the volume {path} is not a regular file")
+
+
 def _verify(volume: _Volume, path: Path) -> None:
     hint = "copy it again from where the archive was saved"
     content, buffer, size = volume.content, new_buffer(), 0
     hasher = content.digest.create_hasher()
     try:
-        with volume.path.open("rb", buffering=0) as file:
+        with _open_regular(volume.path) as file:
             while count := file.readinto(buffer):
                 hasher.update(buffer[:count])
                 size += count

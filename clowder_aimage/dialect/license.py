@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from clowder_aimage.dialect import detect
 from clowder_aimage.dialect.aimage import parse_config
 from clowder_aimage.dialect.vendor import get_nested
@@ -30,3 +32,8 @@ def list_stated_licenses(manifest: Manifest, config: bytes) -> tuple[str, ...]:
         pass
     texts = dict.fromkeys(text.strip() for text in stated if isinstance(text, str))
     return tuple(text for text in texts if text and text.lower() not in _NONE)
+
+
+def join_licenses(licenses: Sequence[str]) -> str:
+    """Return one expression for licences that all apply."""
+    return licenses[0] if len(licenses) == 1 else " AND ".join(f"({text})" for text in licenses)

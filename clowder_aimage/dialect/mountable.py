@@ -49,12 +49,15 @@ class Origin:
 
 
 def write_index(
-    layers: Sequence[Descriptor], origin: Origin
+    layers: Sequence[Descriptor], origin: Origin, licenses: str
 ) -> tuple[Descriptor, dict[Digest, bytes]]:
     """Return the index of an image with these layers, and the bytes of its manifests and configs.
 
+    ``licenses`` are those of the AImage, for policies; empty if it states none.
+
     Raises FormatError: the AImage has too many blobs for an image config.
     """
+    stated = {"annotations": {mediatype.LICENSES: licenses}} if licenses else {}
     documents: dict[Digest, bytes] = {}
     manifests = []
     described = _describe(layers, origin)
@@ -81,6 +84,7 @@ def write_index(
                 "config": Descriptor.of(mediatype.OCI_CONFIG, config).to_json(),
                 "layers": [layer.to_json() for layer in layers],
             }
+            | stated
         )
         documents |= {manifest.config.digest: config, manifest.digest: manifest.raw}
         entry = {

@@ -19,6 +19,7 @@ from clowder_aimage.content.parts import OpenPart, PartsReader, build_bytes_part
 from clowder_aimage.content.store import Reader, WrappedSource
 from clowder_aimage.content.tar import build_tar_header
 from clowder_aimage.content.verified_reader import read_all
+from clowder_aimage.dialect.license import join_licenses, list_stated_licenses
 from clowder_aimage.dialect.mountable import ROOT, Extent, Origin, Parts, write_index
 from clowder_aimage.errors import FormatError, UsageError
 from clowder_aimage.exporter.file_segment import Segment, list_segments, read_verified
@@ -83,8 +84,10 @@ class ImageSource(WrappedSource):
 
         run_parallel([partial(add, tar) for tar in _build_tars(plan)], _THREADS, lambda: None)
         layers = sorted(self._tars, key=lambda layer: self._tars[layer].component)
+        config = read_all(store.open(stored.manifest.config), stored.manifest.config)
+        licenses = join_licenses(list_stated_licenses(stored.manifest, config))
         origin = Origin(stored.manifest, _locate(store, stored, self._tars))
-        self._index, self._documents = write_index(layers, origin)
+        self._index, self._documents = write_index(layers, origin, licenses)
 
     def resolve(self, _: Reference, /) -> Descriptor:
         return self._index

@@ -8,7 +8,7 @@ hashed.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -51,14 +51,12 @@ def list_computed(layers: Sequence[PlannedLayer]) -> list[PlannedLayer]:
 
 
 def find_structural_difference(
-    layers: Sequence[PlannedLayer], aimage: AImage, only: Collection[str] | None = None
+    layers: Sequence[PlannedLayer], aimage: AImage
 ) -> LayerDifference | None:
-    """Compare what needs no weights; with ``only``, the layers of these names. Return the first."""
+    """Compare what needs no weights. Return the first difference."""
     actual = {layer.name: layer for layer in aimage.layers}
     planned = {layer.name: layer for layer in layers}
     for name in sorted(actual.keys() | planned.keys()):
-        if only is not None and name not in only:
-            continue
         if name not in planned:
             return LayerDifference(name, "the recipe gives no such layer")
         if name not in actual:

@@ -27,10 +27,13 @@ def survey_weights(
     threads: int | None,
     on_survey: OnSurvey,
     on_surveyed: OnSurvey,
+    *,
+    checks_fit: bool = True,
 ) -> frozenset[tuple[str, str]]:
     """Return the (component, tensor) pairs of F32 tensors with only BF16 values, for AUTO.
 
-    Only global scales are read for a recipe that does not depend on values.
+    Only global scales are read for a recipe that does not depend on values. Without ``checks_fit``
+    that values fit F16 is left to the encoder.
 
     Raises:
         ModelError: A value does not fit F16, if requested.
@@ -42,7 +45,8 @@ def survey_weights(
     if recipe.dtype is None:
         return frozenset()
     recipe.check_components(name for name, weights in components.items() if weights)
-    selected = [pair for pair in pairs if pair[1].dtype in _SURVEYED.get(recipe.dtype, ())]
+    dtypes = _SURVEYED.get(recipe.dtype, ()) if checks_fit or recipe.dtype == AUTO else ()
+    selected = [pair for pair in pairs if pair[1].dtype in dtypes]
     if selected:
         on_survey(sum(weight.nbytes for _, weight in selected))
     stopped = threading.Event()

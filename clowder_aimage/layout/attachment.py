@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from clowder_aimage.errors import FormatError, StoreError
+from clowder_aimage.errors import FormatError, StoreError, UsageError
 from clowder_aimage.layout.description import ATTACHED
 from clowder_aimage.layout.layout import ImageLayout
 from clowder_aimage.layout.lock import PRIVATE, check_own, hold_lock, make_directory, open_regular
@@ -23,18 +23,26 @@ _LOCK = "attaching"
 # Hex digits
 _SHA256 = 64
 _MAX_SIZE = 1 << 16
-# Artifacts of one manifest: the oldest is dropped for a new one
+# Artifacts of one manifest: none is dropped for a new one
 _MAX_ATTACHED = 16
 
 
 def attach(store: ImageLayout, subject: Digest, artifact: Descriptor) -> None:
-    """Record that a stored artifact is attached to a manifest. Raises StoreError, NoSpaceError."""
+    """Record that a stored artifact is attached to a manifest.
+
+    Raises UsageError: it has as many as it may have; StoreError, NoSpaceError.
+    """
     with hold_lock(store.root, _LOCK):
         attached = list_attachments([store.root], subject)
         if any(entry.digest == artifact.digest for entry in attached):
             return
-        entries = [*attached, artifact][-_MAX_ATTACHED:]
-        record = {"subject": str(subject), "attached": [entry.to_json() for entry in entries]}
+        if len(attached) >= _MAX_ATTACHED:
+            raise UsageError(
+                f"{subject} has {_MAX_ATTACHED} attached artifacts in the store, the limit",
+                hint="remove it with --gc, and make or load it again",
+            )
+        entries = [entry.to_json() for entry in (*attached, artifact)]
+        record = {"subject": str(subject), "attached": entries}
         directory = make_directory(store.root, PRIVATE, ATTACHED)
         write_shared(os.path.join(directory, subject.encoded), (json.dumps(record).encode(),))
 

@@ -27,7 +27,7 @@ from pathlib import Path
 from clowder_aimage.content.file_system import is_locked, open_to_lock
 from clowder_aimage.content.open_directory import READ, unlink
 from clowder_aimage.errors import AImageError, NotFoundError, VerificationError
-from clowder_aimage.layout.description import KINDS, DescriptionFiles
+from clowder_aimage.layout.description import ATTACHED, KINDS, UNPACKED, DescriptionFiles
 from clowder_aimage.layout.digest_scan import LARGEST, DigestScanner, find_digests, iter_blobs
 from clowder_aimage.layout.index_file import read_index
 from clowder_aimage.layout.layout import UNNAMED, ImageLayout, index_name
@@ -410,18 +410,16 @@ def _remove_idle(path: Path, *, dry_run: bool) -> bool:
 def tidy(root: Path, latest: float) -> None:
     """Remove metadata of missing manifests, and temporary files from before ``latest``."""
     present = {name.partition(":")[2] for name, _ in iter_blobs(root)}
+    # A name may be of a manifest in another store
+    listed = find_digests(json.dumps(read_index(root)).encode())
+    named = present | {name.partition(":")[2] for name in listed}
     for kind in KINDS:
         check_own(root, kind)
         with DescriptionFiles(root, kind) as files:
-            files.retain(present)
+            files.retain(named if kind in (ATTACHED, UNPACKED) else present)
     for kind in ("used", UNNAMED, ORIGINS):
-        paths = list(Path(check_own(root, kind)).glob("*"))
-        kept = present
-        if kind == ORIGINS and paths:
-            # A name may be of a manifest in another store
-            listed = find_digests(json.dumps(read_index(root)).encode())
-            kept = present | {name.partition(":")[2] for name in listed}
-        for path in paths:
+        kept = named if kind == ORIGINS else present
+        for path in Path(check_own(root, kind)).glob("*"):
             if "." not in path.name and path.name not in kept:
                 with contextlib.suppress(OSError):
                     path.unlink()

@@ -42,7 +42,9 @@ class BlobReader(RawReader):
     If the connection breaks, stalls or is too slow, the remaining bytes are requested on a new one,
     up to ATTEMPTS times in a row. If a server ignores or refuses ranges, or sends a different one,
     the blob is read from its beginning, and ``ignores_range`` is set; so it is for a range of a
-    body that a proxy compressed, and such a body is decompressed. The bytes are not verified here.
+    body that a proxy compressed, and such a body is decompressed. ``refuses_ranges`` is set, too,
+    unless the server states that it has ranges at other times (RFC 9110, 14.3). The bytes are not
+    verified here.
     """
 
     def __init__(self, get: BlobRequest, resource: str, offset: int, end: int, size: int) -> None:
@@ -52,7 +54,7 @@ class BlobReader(RawReader):
         self._broken = self._slow = 0
         self._window_seconds, self._window_bytes = 0.0, 0
         self._response: RegistryResponse | None = None
-        self.ignores_range = False
+        self.ignores_range = self.refuses_ranges = False
         # Servers refuse an empty range.
         if offset < end:
             self._connect()
@@ -127,6 +129,8 @@ class BlobReader(RawReader):
             is_refused = response.status_code in _RANGE_REFUSALS or response.status_code == 206
             is_whole = response.status_code in _WHOLE and not self._is_page(response)
             self.ignores_range = is_refused or is_whole
+            states_ranges = response.headers.get("Accept-Ranges", "").lower() == "bytes"
+            self.refuses_ranges = self.ignores_range and not states_ranges
             if is_refused:
                 response.close()
                 response = self._get(None, self._end)

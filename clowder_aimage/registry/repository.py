@@ -78,6 +78,7 @@ class Repository(Target, AbstractContextManager["Repository"]):
         # The digests of manifests that were pushed by tag, with the algorithm of the registry.
         self._stated: dict[Digest, Digest] = {}
         self._without_ranges: set[Digest] = set()
+        self._refused_ranges: set[Digest] = set()
         self._gate = RecentGate()
 
     def __exit__(self, *_: object) -> None:
@@ -254,10 +255,15 @@ class Repository(Target, AbstractContextManager["Repository"]):
         reader = BlobReader(get, resource, offset, end, content.size)
         if reader.ignores_range:
             self._without_ranges.add(content.digest)
+        if reader.refuses_ranges:
+            self._refused_ranges.add(content.digest)
         return reader
 
     def supports_ranges(self, content: Descriptor, /) -> bool:
         return content.digest not in self._without_ranges
+
+    def refuses_ranges(self, content: Descriptor, /) -> bool:
+        return content.digest in self._refused_ranges
 
     def invalidate(self, content: Descriptor, /) -> bool:
         """Exclude the mirrors that sent wrong content; return True if there were any."""

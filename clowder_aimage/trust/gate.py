@@ -87,7 +87,12 @@ class PolicyGate:
     # In a registry
 
     def admit_remote(
-        self, repository: Source, reference: Reference, content: Descriptor, raw: bytes
+        self,
+        repository: Source,
+        reference: Reference,
+        content: Descriptor,
+        raw: bytes,
+        source: Source | None = None,
     ) -> None:
         """Decide about a manifest by the signatures in its repository, and its licence.
 
@@ -110,7 +115,7 @@ class PolicyGate:
             if place.last and "warned" not in evidence:
                 with self._lock:
                     self._documents[content.digest] = place.last
-        self._check_licenses(unchecked_repository, document, [name], str(reference))
+        self._check_licenses(source or unchecked_repository, document, [name], str(reference))
         self._admit(document, content.digest, rule, evidence, [name])
 
     def check_blob(self, name: str, content: Descriptor) -> None:

@@ -196,11 +196,12 @@ def adopt_statement(store: ImageLayout, content: Descriptor) -> None:
         )
     if manifest.artifact_type != TYPE or manifest.subject is None:
         raise FormatError(f"{content.digest} is not a statement of a derivation")
-    subject = manifest.subject.digest
-    read_statement(store, content, subject)
+    # One of a later version is kept, too: it is parsed where it is used.
+    if len(manifest.layers) != 1 or manifest.layers[0].size > MAX_STATEMENT:
+        raise FormatError(f"{content.digest} has not exactly one statement of a valid size")
     for child in manifest.children:
         store.find_path(child)
-    attach(store, subject, manifest.descriptor)
+    attach(store, manifest.subject.digest, manifest.descriptor)
 
 
 def read_derivation(source: Source, subject: Descriptor) -> Derivation | None:

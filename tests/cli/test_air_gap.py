@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from clowder_aimage import save
+from clowder_aimage.content.tar import build_tar_header
+from clowder_aimage.errors import UsageError
+from clowder_aimage.oci import Digest
+from clowder_aimage.save import read_known
 from tests.abridged import abridge
 from tests.process import Aimage
 
@@ -61,6 +69,31 @@ def test_a_list_of_digests_is_as_good_as_an_archive(here: Aimage, there: Aimage)
     here("save", "two", "-o", "by-list.tar", "--since", "list", "-q")
     here("save", "two", "-o", "by-tar.tar", "--since", "one.tar", "-q")
     assert (here.home / "by-list.tar").read_bytes() == (here.home / "by-tar.tar").read_bytes()
+    (here.home / "list").write_text(json.dumps({"blobs": names.split()}))
+    here("save", "two", "-o", "by-json.tar", "--since", "list", "-q")
+    assert (here.home / "by-json.tar").read_bytes() == (here.home / "by-tar.tar").read_bytes()
+
+
+def test_a_list_comes_from_a_pipe_and_an_archive_does_not(tmp_path: Path) -> None:
+    digest = Digest.of(b"one")
+    assert read_known(pipe(tmp_path / "list", f"{digest}\n".encode())) == {digest}
+    with pytest.raises(UsageError, match="is an archive in a pipe"):
+        read_known(pipe(tmp_path / "tar", build_tar_header("blobs/sha256/" + "0" * 64, size=0)))
+
+
+def pipe(path: Path, data: bytes) -> Path:
+    """Make a named pipe that a thread writes to once."""
+    os.mkfifo(path)
+    threading.Thread(target=path.write_bytes, args=(data,)).start()
+    return path
+
+
+def test_a_list_has_digests_of_both_algorithms(tmp_path: Path) -> None:
+    known = {Digest.of(b"one"), Digest.of(b"two", "sha512")}
+    path = tmp_path / "list"
+    for texts in (map(str, known), (digest.encoded for digest in known)):
+        path.write_text("\n".join(texts))
+        assert read_known(path) == known
 
 
 @pytest.mark.parametrize("content", [b"", b"no digest here", b"sha256:" + b"0" * 63])
@@ -123,6 +156,11 @@ def truncate(paths: list[Path], listed: Any) -> None:
     paths[-1].write_bytes(paths[-1].read_bytes()[:-1])
 
 
+def wait(paths: list[Path], listed: Any) -> None:
+    paths[1].unlink()
+    os.mkfifo(paths[1])
+
+
 def list_twice(paths: list[Path], listed: Any) -> None:
     listed["volumes"].append(listed["volumes"][0])
 
@@ -147,10 +185,11 @@ def be_another_document(paths: list[Path], listed: Any) -> None:
         (reorder, 5, "big.tar.001 is not the one that big.tar.list lists"),
         (damage, 5, "big.tar.003 is not the one that big.tar.list lists"),
         (truncate, 5, "bytes, and big.tar.list lists"),
+        (wait, 1, "big.tar.002 is not a regular file"),
         (list_twice, 5, "lists the volume big.tar.001 twice"),
         (lead_away, 5, "lists a volume with the name '../"),
         (list_none, 5, "must list 1 to"),
-        (be_another_document, 5, "neither a tar nor a list of volumes"),
+        (be_another_document, 5, "big.tar.list is not a tar archive"),
     ],
 )
 def test_wrong_volumes_load_nothing(
@@ -175,12 +214,38 @@ def test_wrong_volumes_load_nothing(
         (("--volume", "4G"), "--volume requires a file"),
         (("--volume", "10k", "-o", "x"), "at least 1000000 bytes"),
         (("--volume", "much", "-o", "x"), "invalid size"),
+        (("--volume", "1M", "-o", "/dev/null"), "volumes are files, and /dev/null is not one"),
     ],
 )
 def test_sizes_of_volumes_that_are_refused(
     here: Aimage, options: tuple[str, ...], reason: str
 ) -> None:
     assert reason in here("save", "one", *options, code=2).err
+
+
+def test_too_many_volumes_are_refused(here: Aimage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(save, "MAX_WRITTEN", 2)
+    err = here("save", "one", "two", "-o", "big.tar", "--volume", "1MB", code=2).err
+    assert "volumes, over 2" in err
+    assert not [*here.home.glob("*big.tar*")]
+    size = re.search(r"at least (\d+) bytes", err)
+    assert size is not None
+    here("save", "one", "two", "-o", "big.tar", "--volume", size[1], "-q")
+    assert len([*here.home.glob("big.tar.0*")]) == 2
+
+
+def test_volumes_of_an_earlier_save(here: Aimage, there: Aimage, volumes: list[Path]) -> None:
+    """Temporary files of a killed one are removed; more volumes of another one are named."""
+    (here.home / f".big.tar.001.{'0' * 16}").write_bytes(b"killed")
+    done = here("save", "one", "two", "-o", "big.tar", "--volume", "2MB")
+    assert not [*here.home.glob(".big.tar*")]
+    count = len(json.loads((here.home / "big.tar.list").read_text())["volumes"])
+    assert count < len(volumes)
+    assert f"big.tar.{count + 1:03} is of an earlier archive, and not of this one" in done.err
+    there("load", "big.tar.list", "-q")
+    volumes[count].unlink()
+    again = here("save", "one", "two", "-o", "big.tar", "--volume", "2MB")
+    assert "earlier" not in again.err
 
 
 def test_a_failed_save_leaves_no_volume(here: Aimage) -> None:

@@ -13,21 +13,25 @@ from typing import Any
 
 import pytest
 
+from clowder_aimage.content.parts import PartsSource
 from clowder_aimage.content.platform import ANY, Platform, choose, list_candidates
 from clowder_aimage.content.store import ContentStore
+from clowder_aimage.dialect.license import join_licenses
 from clowder_aimage.dialect.mountable import ORIGIN, read_origin
-from clowder_aimage.errors import FormatError, UsageError
+from clowder_aimage.document.license_expression import parse_expression
+from clowder_aimage.errors import FormatError, RegistryError, UsageError
 from clowder_aimage.exporter.image import ImageSource
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import read_aimage
 from clowder_aimage.oci import Descriptor, Index, Manifest, Reference, mediatype, parse_document
 from clowder_aimage.pull import resolve_changed
-from clowder_aimage.registry import ClientOptions
+from clowder_aimage.registry import ClientOptions, Repository
 from tests.abridged import abridge
 from tests.exporter.conftest import Artifact, files_in
 from tests.process import Aimage, run
 from tests.program import find_program
 from tests.registry_app import RegistryThread
+from tests.scripted import Answer, ScriptedRegistry, Seen
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +113,19 @@ def test_the_bytes_follow_from_the_aimage_and_platforms_share_the_layers(here: A
         assert config["rootfs"]["diff_ids"] == [str(layer.digest) for layer in manifest.layers]
 
 
+def test_the_manifests_state_the_licences(aimage: Callable[..., Aimage], tiny: Path) -> None:
+    here = aimage()
+    here("create", "x", abridge(tiny, here.home / "x"), "--license", "MIT OR CC-BY-NC-4.0", "-q")
+    for manifest in read_manifests(build(ImageLayout(here.store))):
+        assert manifest.annotations == {mediatype.LICENSES: "MIT OR CC-BY-NC-4.0"}
+
+
+def test_licences_that_all_apply_are_one_expression() -> None:
+    assert join_licenses(()) == ""
+    joined = parse_expression(join_licenses(("MIT OR CC-BY-NC-4.0", "Apache-2.0")))
+    assert joined == parse_expression("(MIT OR CC-BY-NC-4.0) AND Apache-2.0")
+
+
 def test_images_share_the_layer_of_a_component_that_models_share(
     aimage: Callable[..., Aimage], tiny: Path, tmp_path: Path
 ) -> None:
@@ -140,6 +157,35 @@ def test_a_mac_takes_the_manifest_of_another_platform(here: Aimage) -> None:
     mac = Platform.of("darwin", "arm64")
     chosen = choose(candidates, ANY, mac, Reference.parse("x"))
     assert chosen.descriptor.annotations == {mediatype.MOUNTABLE: "true"}
+
+
+@pytest.mark.parametrize("states_ranges", [False, True])
+def test_a_registry_that_ignores_ranges_is_refused(
+    here: Aimage, tmp_path: Path, states_ranges: bool
+) -> None:
+    """A cache that states ranges has them as soon as their bytes have arrived."""
+    image = build(ImageLayout(here.store))
+    manifest = read_manifests(image)[0]
+    origin = read_origin(manifest, image.open(manifest.config).read())
+    assert origin is not None
+    blob = max(origin.manifest.layers, key=lambda layer: layer.size)
+    headers = {"Accept-Ranges": "bytes"} if states_ranges else {}
+
+    def answer(seen: Seen) -> Answer:
+        digest = seen.path.rpartition("/")[2]
+        (layer,) = [layer for layer in manifest.layers if str(layer.digest) == digest]
+        return Answer(200, headers, image.open(layer).read() or b"")
+
+    with ScriptedRegistry(answer).running() as registry:
+        name = Reference.parse(f"{registry.host}/team/x:v1")
+        with Repository(name, ClientOptions(docker_config=tmp_path)) as repository:
+            reader = PartsSource(repository, origin.blobs).open(blob)
+            if states_ranges:
+                assert blob.digest.matches(reader.read())
+            else:
+                with pytest.raises(RegistryError, match="ignores the header Range"):
+                    reader.read()
+                assert len(registry.seen) == 1
 
 
 def test_a_node_sees_that_an_image_has_not_changed(here: Aimage, host: str, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from clowder_aimage.content import build_bytes_body
 from clowder_aimage.distribution.upstream import UpstreamRegistry
 from clowder_aimage.engine import frame, job_process
 from clowder_aimage.errors import LicenseError
+from clowder_aimage.exporter import image
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import read_stored
 from clowder_aimage.node import daemon
@@ -249,8 +250,12 @@ def test_a_manifest_of_an_index_is_judged_by_its_own_licence(
     market.write(rules=[rule])
     mark = market.registry.mark()
     market.empty("pull", str(reference), code=5)
+    checked = market.empty("trust", "check", str(reference), "--json", code=5).value
+    assert (checked["digest"], checked["accepted"]) == (str(child.digest), False)
+    assert checked["licenses"] == ["cc-by-nc-4.0"]
     assert not market.list_fetched(mark)
     market.write(rules=[{**rule, "licenses": {"allow": ["CC-BY-NC-4.0"]}}])
+    assert market.empty("trust", "check", str(reference), "--json").value["accepted"] is True
     market.empty("pull", str(reference), "-q")
     market.empty("export", str(reference), "out", "-q")
     market.write(rules=[rule])
@@ -263,6 +268,44 @@ def test_of_a_manifest_without_the_annotation_the_config_is_read(market: Market)
     mark = market.registry.mark()
     market.empty("pull", market.name, code=5)
     assert len(market.list_fetched(mark)) == 1
+    assert not list((market.empty.store / "blobs").rglob("*/*"))
+
+
+@pytest.mark.parametrize("dialect", ["clowder", "ollama"])
+def test_a_mountable_image_is_judged_by_its_licence(market: Market, dialect: str) -> None:
+    """The AImage in it may state its licence in the config alone, which is a part of the image."""
+    market.here("push", market.name, "--dialect", dialect, "-q")
+    source = Aimage(market.here.home, market.here.home / "source")
+    source("pull", market.name, "-q")
+    name = push_image(source, market)
+    market.write(OPEN)
+    mark = market.registry.mark()
+    assert "CC-BY-NC-4.0 is not allowed" in market.empty("pull", name, code=5).err
+    assert not market.list_fetched(mark)
+    market.write({"allow": ["CC-BY-NC-4.0"]})
+    market.empty("pull", name, "-q")
+    assert market.empty("resolve", name).line == source("resolve", name).line
+    market.empty("export", name, "out", "-q")
+
+
+def push_image(source: Aimage, market: Market) -> str:
+    """Push the model as an image into a repository of its own, which has no blob of the AImage."""
+    market.repository += "-image"
+    name = f"{market.repository}:v1"
+    source("tag", market.name, name, "-q")
+    source("push", name, "--dialect", "image", "-q")
+    return name
+
+
+def test_a_mountable_image_that_hides_the_licence_is_refused(
+    market: Market, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(image, "join_licenses", lambda _: "MIT")
+    name = push_image(market.here, market)
+    market.write(OPEN)
+    assert "CC-BY-NC-4.0 is not allowed" in market.empty("pull", name, code=5).err
+    checked = market.empty("trust", "check", name, code=5).out
+    assert "refused" in checked and "CC-BY-NC-4.0 is not allowed" in checked
     assert not list((market.empty.store / "blobs").rglob("*/*"))
 
 

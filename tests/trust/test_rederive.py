@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,17 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from clowder_aimage.content import build_bytes_body
-from clowder_aimage.dialect import AImage
-from clowder_aimage.errors import FormatError
+from clowder_aimage.dialect import AImage, Layer
+from clowder_aimage.errors import FormatError, UsageError
 from clowder_aimage.importer import blob_encoder
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.attachment import attach, list_attachments
 from clowder_aimage.layout.stored_aimage import StoredAImage, read_aimage
 from clowder_aimage.oci import Descriptor, Digest, Reference
+from clowder_aimage.oci.artifact import EMPTY, build_artifact
+from clowder_aimage.rederive import RederiveOptions, rederive
 from clowder_aimage.trust import lineage
+from clowder_aimage.trust.dsse import IN_TOTO
 from clowder_aimage.trust.lineage import (
     ComponentType,
     Derivation,
@@ -109,8 +113,6 @@ def state(here: Aimage, name: str, derivation: Derivation) -> None:
 def replace_layer(here: Aimage, name: str, layer: str, change: Callable[[bytearray], None]) -> None:
     """Name an AImage with another blob in a layer, and the same statement."""
     layout, stored = open_stored(here, name)
-    derivation = read_derivation(layout, stored.descriptor)
-    assert derivation is not None
     with layout.open(stored.aimage.get_layer(layer).descriptor) as file:
         data = bytearray(file.read() or b"")
     change(data)
@@ -121,6 +123,14 @@ def replace_layer(here: Aimage, name: str, layer: str, change: Callable[[bytearr
             layout.push(content, build_bytes_body(bytes(data)))
             entry = type(entry)(content, entry.name, entry.dtype, entry.shape)
         layers.append(entry)
+    replace_layers(here, name, layers)
+
+
+def replace_layers(here: Aimage, name: str, layers: Iterable[Layer]) -> None:
+    """Name an AImage with other layers, and the same statement."""
+    layout, stored = open_stored(here, name)
+    derivation = read_derivation(layout, stored.descriptor)
+    assert derivation is not None
     aimage = AImage(stored.aimage.config, tuple(layers), stored.aimage.subject)
     manifest, _ = stored.dialect.write(aimage)
     layout.push(manifest.descriptor, build_bytes_body(manifest.raw), Reference.parse(name))
@@ -203,6 +213,65 @@ def test_a_sample_is_of_the_changed_tensors(here: Aimage) -> None:
     more = here("verify", "d", "--rederive", "--sample", 999, "--json", "-q").value
     changed = {name for name in after if before[name] != after[name]}
     assert set(more[0]["statements"][0]["compared"]) == changed
+
+
+@pytest.mark.parametrize("made", ["both", "f16", "auto"])
+def test_a_sample_of_any_component_is_equal(here: Aimage, made: str) -> None:
+    here(*DERIVED[made][0], "-q")
+    for component in ("text_encoder", "transformer", "vae"):
+        assert compare_sample(here, "d", f"{component}/")
+
+
+def compare_sample(here: Aimage, name: str, prefix: str) -> bool:
+    """Return True if the first computed layer below a prefix is as stated."""
+
+    def choose(names: Sequence[str]) -> list[str]:
+        return [one for one in names if one.startswith(prefix)][:1]
+
+    options = RederiveOptions(choose=choose)
+    report = rederive(ImageLayout(here.store), Reference.parse(name), None, options)
+    (result,) = report.statements
+    assert len(result.compared) == 1
+    return report.is_derived
+
+
+@pytest.mark.parametrize("made", ["int8", "f16", "fused"])
+def test_a_sample_refuses_the_layers_of_the_parent(here: Aimage, made: str) -> None:
+    here(*DERIVED[made][0], "-q")
+    _, parent = open_stored(here, DERIVED[made][0][1])
+    _, stored = open_stored(here, "d")
+    before = {layer.name: layer for layer in parent.aimage.layers}
+    replace_layers(here, "d", [before.get(one.name, one) for one in stored.aimage.layers])
+    here("verify", "d", "--rederive", "--sample", 1, code=5)
+
+
+def test_a_sample_compares_what_the_recipe_does_not_change(here: Aimage) -> None:
+    here("convert", "m", "d", "--quantize", "int8", "-q")
+    _, stored = open_stored(here, "d")
+    layers = stored.aimage.layers
+    replace_layers(here, "d", [one for one in layers if not one.name.startswith("vae/")])
+    assert ": vae/config.json: it is missing" in sample_one(here)
+    replace_layers(here, "d", layers)
+    replace_layer(here, "d", "model_index.json", lambda data: data.extend(b" "))
+    assert ": model_index.json: it has" in sample_one(here)
+
+
+def sample_one(here: Aimage) -> str:
+    return here("verify", "d", "--rederive", "--sample", 1, code=5).out
+
+
+def test_a_sample_of_a_cast_that_depends_on_values_is_decided_by_all(here: Aimage) -> None:
+    weights = transformer()
+    weights["x_pad_token"] *= np.float32(1.0001)
+    mixed = make_valued(here.home / "mixed", "F32", transformer=as_dtype(weights, "F32"))
+    here("create", "mixed", mixed.directory, "-q")
+    here("convert", "mixed", "d", "--dtype", "auto", "-q")
+    assert compare_sample(here, "d", "vae/")
+    _, parent = open_stored(here, "mixed")
+    _, stored = open_stored(here, "d")
+    whole = parent.aimage.get_layer(Q)
+    replace_layers(here, "d", [whole if x.name == Q else x for x in stored.aimage.layers])
+    assert f": {Q}: it is F32 [64, 64], the recipe gives BF16" in sample_one(here)
 
 
 # -- what differs
@@ -347,6 +416,19 @@ def test_the_same_statement_is_not_attached_twice(here: Aimage) -> None:
     layout, stored = open_stored(here, "d")
     assert len(list_attachments(layout.roots, stored.descriptor.digest)) == 1
     assert here("ls", "--json").value[0]["reference"] == "d:latest"
+
+
+def test_a_statement_too_many_is_refused_and_none_is_dropped(here: Aimage) -> None:
+    layout, stored = open_stored(here, "m")
+    subject = stored.descriptor
+    for number in range(16):
+        state(here, "m", quantized(f"sha256:{number:064}"))
+    kept = list_attachments(layout.roots, subject.digest)
+    assert len(kept) == 16
+    with pytest.raises(UsageError, match="has 16 attached artifacts in the store"):
+        state(here, "m", quantized(f"sha256:{16:064}"))
+    state(here, "m", quantized(f"sha256:{0:064}"))
+    assert list_attachments(layout.roots, subject.digest) == kept
 
 
 def test_an_aimage_without_a_statement_is_an_error(here: Aimage) -> None:
@@ -583,6 +665,33 @@ def test_a_saved_statement_is_loaded_without_a_name(here: Aimage) -> None:
     assert "is not complete in the store; pull or create the parent" in out
 
 
+def test_a_statement_of_a_later_version_travels(here: Aimage) -> None:
+    here("convert", "m", "d", "--quantize", "int8", "-q")
+    shutil.rmtree(here.store / ".aimage" / "attached")
+    layout, stored = open_stored(here, "d")
+    derivation = quantized(find_digest(here, "m"))
+    payload = derivation.encode(stored.descriptor.digest).replace(b'"quantize"', b'"prune"')
+    attach_payload(layout, stored.descriptor, payload)
+    here("save", "m", "d", "-o", "all.tar", "-q")
+    other = Aimage(here.home, here.home / "other")
+    other("load", "all.tar", "-q")
+    out = other("verify", "d", "--rederive", code=5).out
+    assert "the operation 'prune' is unknown; a later version of the program may know it" in out
+
+
+def attach_payload(layout: ImageLayout, subject: Descriptor, payload: bytes) -> None:
+    """Attach a statement of any bytes to a manifest."""
+    layer = Descriptor(IN_TOTO, Digest.of(payload), len(payload))
+    manifest = build_artifact(lineage.TYPE, [layer], subject, {})
+    for content, data in (
+        (layer, payload),
+        (manifest.config, EMPTY),
+        (manifest.descriptor, manifest.raw),
+    ):
+        layout.push(content, build_bytes_body(data))
+    attach(layout, subject.digest, manifest.descriptor)
+
+
 def test_a_statement_is_collected_with_its_subject(here: Aimage) -> None:
     before = blobs(here)
     here("convert", "m", "d", "--quantize", "int8", "-q")
@@ -593,6 +702,22 @@ def test_a_statement_is_collected_with_its_subject(here: Aimage) -> None:
     here("rm", "d", "--gc", "-q")
     assert blobs(here) == before
     assert not [*(here.store / ".aimage" / "attached").iterdir()]
+
+
+def test_a_statement_about_a_manifest_of_a_lower_store_is_kept(here: Aimage) -> None:
+    here("convert", "m", "d", "--quantize", "int8", "-q")
+    here("save", "d", "-o", "d.tar", "-q")
+    shutil.rmtree(here.store / ".aimage" / "attached")
+    here("gc", "--grace", "0s", "-q")
+    upper = Aimage(here.home, here.home / "upper")
+    upper.environment["AIMAGE_STORE"] = f"{upper.store}{os.pathsep}{here.store}"
+    upper("load", "d.tar", "-q")
+    digest = find_digest(here, "d").partition(":")[2]
+    assert digest not in blobs(upper)
+    upper("gc", "--grace", "0s", "-q")
+    upper("verify", "d", "--rederive")
+    upper("rm", "d", "--gc", "-q")
+    assert not [*(upper.store / ".aimage" / "attached").iterdir()]
 
 
 def blobs(here: Aimage) -> set[str]:

@@ -46,9 +46,9 @@ from clowder_aimage.oci import Reference, read_json
 def bom(reference: Reference, form: str, file: str, attach: bool, remote: bool) -> None:
     """Print the bill of materials of the AImage REF: its parts, its licences and its ancestors.
 
-    The same AImage has the same bytes, whatever its name. No layer is read; from a registry, only
-    the manifest and the config are fetched. With --attach, REF is read from its registry, and the
-    bill is printed with -o only.
+    The same AImage with the same statement has the same bytes, whatever its name. No layer is read;
+    from a registry, the manifest, the config and its statement are fetched. With --attach, REF is
+    read from its registry, and the bill is printed with -o only.
     """
     from clowder_aimage.bom.bill import BomFormat, attach_bom, write_bom
 

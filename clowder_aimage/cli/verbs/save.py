@@ -59,7 +59,7 @@ def save(
     The tar is an OCI image layout. Shared blobs are written once, and all are verified. A FILE that
     exists is replaced. The same content gives the same bytes.
     """
-    from clowder_aimage.content.volume import MIN_SIZE, build_list_name
+    from clowder_aimage.content.volume import MIN_SIZE, build_list_name, build_name
     from clowder_aimage.save import read_known
     from clowder_aimage.save import save as save_archive
 
@@ -82,6 +82,9 @@ def save(
             on_event=progress.on_event,
         )
     if volume is not None:
+        following = build_name(Path(file), -(-saved.size // volume) + 1)
+        if following.exists():
+            progress.note(f"{following} is of an earlier archive, and not of this one")
         file = str(build_list_name(Path(file)))
     if saved.left_out:
         progress.note(

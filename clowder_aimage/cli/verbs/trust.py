@@ -15,11 +15,11 @@ from clowder_aimage.cli.console.option import (
 )
 from clowder_aimage.cli.console.output import print_result
 from clowder_aimage.cli.console.stored_name import stored_argument
-from clowder_aimage.errors import AImageError, NotFoundError, PolicyError
-from clowder_aimage.oci import Digest, Reference
+from clowder_aimage.errors import AImageError, NotFoundError, PolicyError, UsageError
+from clowder_aimage.oci import Descriptor, Digest, Reference
 
 if TYPE_CHECKING:
-    from clowder_aimage.registry import ClientOptions
+    from clowder_aimage.registry import ClientOptions, Repository
     from clowder_aimage.trust.gate import PolicyGate
 
 
@@ -84,17 +84,42 @@ def check(reference: Reference) -> int:
 def _check_remote(
     gate: PolicyGate, reference: Reference, connection: ClientOptions
 ) -> tuple[Digest, PolicyError | None]:
+    """Decide about all manifests that a pull would read; return the digest of the last one."""
+    from clowder_aimage.content.gate import decided_by
     from clowder_aimage.content.verified_reader import read_all
+    from clowder_aimage.pull import find_pulled
     from clowder_aimage.registry import Repository
 
     with Repository(reference, connection) as repository:
         content = repository.resolve(reference)
         raw = read_all(repository.open(content), content)
+        found = content
         try:
             gate.admit_remote(repository, reference, content, raw)
+            for selected in _list_selectable(repository, reference, content):
+                found = selected
+                with decided_by(gate):
+                    found = find_pulled(repository, reference, selected)
         except PolicyError as error:
-            return content.digest, error
-        return content.digest, None
+            return found.digest, error
+        return found.digest, None
+
+
+def _list_selectable(
+    repository: Repository, reference: Reference, root: Descriptor
+) -> list[Descriptor]:
+    """Return the manifest that a pull selects; or those from which it needs a choice."""
+    from clowder_aimage.content.graph import read_document
+    from clowder_aimage.content.platform import ANY, list_candidates, select
+    from clowder_aimage.oci import Index
+
+    try:
+        return [select(repository, root, reference, ANY)[0]]
+    except UsageError:
+        document = read_document(repository, root)
+        if not isinstance(document, Index):
+            raise
+        return [entry.descriptor for entry in list_candidates(repository, document)]
 
 
 def _format(value: dict[str, Any], failure: AImageError | None) -> list[str]:
