@@ -16,6 +16,7 @@ import queue
 import stat
 import threading
 import time
+from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 
@@ -113,6 +114,7 @@ class FileIngest:
         self._noted = self._durable = 0
         self._synchronised_at = time.monotonic()
         self._reset_hash()
+        self._sync_error: OSError | None = None
         fd = None
         if batch is not None and is_in_batch:
             fd = batch.create_ingest(name)
@@ -214,19 +216,26 @@ class FileIngest:
 
     def _read_journal(self, size: int) -> list[_Range]:
         """Return the written ranges of a file of ``size`` bytes, as the journal lists them."""
+        for start, ranges in self._iter_entries():
+            if start in ("", read_boot_id()):
+                is_valid = all(0 <= low < high <= size for low, high in ranges)
+                return ranges if is_valid else []
+        return []
+
+    def _iter_entries(self) -> Iterator[tuple[str, list[_Range]]]:
+        """Yield the ranges of each entry, from the last one back.
+
+        The text is the ID of the system's start, or empty if they were synchronised.
+        """
         lines: list[str] = []
         with contextlib.suppress(OSError):
             # A crash may have torn the last line.
             lines = Path(self._journal).read_text("ascii", "replace").split("\n")[:-1]
         for line in filter(None, reversed(lines)):
-            text, _, boot_id = line.partition(" ")
+            text, _, start = line.partition(" ")
             # A power cut may have torn an entry that was not synchronised: others are before it.
             with contextlib.suppress(ValueError):
-                ranges = _parse_ranges(text)
-                if boot_id in ("", read_boot_id()):
-                    is_valid = all(0 <= start < end <= size for start, end in ranges)
-                    return ranges if is_valid else []
-        return []
+                yield start, _parse_ranges(text)
 
     def _reset_hash(self) -> None:
         # True if bytes may have changed after they were hashed.
@@ -369,8 +378,8 @@ class FileIngest:
             return
         while self._syncing.acquire(blocking=False):
             try:
-                if self._fd < 0:
-                    # The ingest has ended
+                if self._fd < 0 or self._sync_error is not None:
+                    # The ingest has ended, or the bytes in the cache may be lost
                     return
                 self._note(is_durable=is_last or self._is_synchronisation_due())
                 with self._lock:
@@ -391,11 +400,11 @@ class FileIngest:
         """Add the written ranges to the journal, after the data was synchronised if that is due."""
         with self._lock:
             ranges = list(self._ranges)
-        line = ",".join(f"{start}-{end}" for start, end in ranges)
+        line = _format_ranges(ranges)
         line += "" if is_durable else f" {read_boot_id()}"
         with translate_store_errors(self._root):
             if is_durable:
-                sync_file(self._fd, self._path)
+                self._synchronise()
             fd = open_shared(self._journal, _JOURNAL_FLAGS)
             try:
                 # The line feed at the front ends a line that a crash has torn.
@@ -432,9 +441,10 @@ class FileIngest:
                 self._direct.close()
                 self._batch.add(expected.digest, self, expected.size)
                 return
-            with self._syncing, translate_store_errors(self._root):
+            with translate_store_errors(self._root):
                 self.synchronise()
-                self.rename()
+                with self._syncing:
+                    self.rename()
         except VerificationError:
             self.abort()
             raise
@@ -444,8 +454,39 @@ class FileIngest:
             raise
 
     def synchronise(self) -> None:
-        """Make the bytes durable. Raises OSError."""
-        sync_file(self._fd, self._path)
+        """Make the bytes durable, after a checkpoint that is running.
+
+        Raises OSError, also if an earlier attempt failed.
+        """
+        with self._syncing:
+            self._synchronise()
+
+    def _synchronise(self) -> None:
+        if self._sync_error is not None:
+            raise self._sync_error
+        try:
+            sync_file(self._fd, self._path)
+        except BaseException as error:
+            # The system reports a lost write once, and may still have its bytes in the cache
+            interruption = OSError(errno.EIO, "the synchronisation was interrupted")
+            self._sync_error = error if isinstance(error, OSError) else interruption
+            self._drop_unsynchronised()
+            raise
+
+    def _drop_unsynchronised(self) -> None:
+        """Leave the last entry in the journal whose data was synchronised, if there is one."""
+        if not self._is_journaled:
+            return
+        durable = next((ranges for start, ranges in self._iter_entries() if not start), [])
+        # The error of the synchronisation is raised.
+        with contextlib.suppress(OSError):
+            self._remove_journal()
+            if durable:
+                fd = open_shared(self._journal, _JOURNAL_FLAGS)
+                try:
+                    os.write(fd, f"\n{_format_ranges(durable)}\n".encode())
+                finally:
+                    os.close(fd)
 
     def rename(self) -> None:
         """Rename the file to its final name; no checkpoint is running. Raises OSError."""
@@ -509,6 +550,10 @@ class FileIngest:
         if fd >= 0:
             with contextlib.suppress(OSError):
                 os.close(fd)
+
+
+def _format_ranges(ranges: list[_Range]) -> str:
+    return ",".join(f"{start}-{end}" for start, end in ranges)
 
 
 def _parse_ranges(line: str) -> list[_Range]:

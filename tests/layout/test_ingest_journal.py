@@ -431,9 +431,145 @@ def test_checkpoint_includes_concurrent_writes(
     assert begin(store).list_missing() == [(18 * MIB, len(DATA))]
 
 
+@pytest.mark.usefixtures("always")
+def test_the_end_of_an_ingest_gets_the_error_of_its_checkpoint(
+    store: ImageLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system reports it once, to one of two calls."""
+    ingest = begin(store)
+    write(ingest, 0, len(DATA))
+    in_fsync, go_on, errors = threading.Event(), threading.Event(), list[str]()
+    real, first = os.fsync, threading.Lock()
+
+    def fsync(fd: Any) -> None:
+        if not first.acquire(blocking=False):
+            return real(fd)
+        in_fsync.set()
+        assert go_on.wait(60)
+        raise OSError(5, "Input/output error")
+
+    def attempt(call: Callable[[], None]) -> None:
+        try:
+            call()
+        except StoreError as error:
+            errors.append(str(error))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    calls = (ingest.checkpoint, lambda: ingest.commit(CONTENT))
+    threads = [threading.Thread(target=attempt, args=(call,)) for call in calls]
+    threads[0].start()
+    assert in_fsync.wait(60)
+    threads[1].start()
+    # Long enough for a commit that does not wait
+    threads[1].join(0.2)
+    go_on.set()
+    for thread in threads:
+        thread.join(60)
+    assert len(errors) == 2
+    assert not store.exists(CONTENT)
+    assert begin(store).list_missing() == WHOLE
+
+
+# -- a disk that loses bytes
+
+
+@pytest.fixture
+def lossy(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Let one synchronisation fail, as Linux does after a lost write; record the files of all."""
+    done, real = list[int](), os.fsync
+
+    def fsync(fd: Any) -> None:
+        done.append(os.fstat(fd).st_ino)
+        if len(done) == 1:
+            raise OSError(5, "Input/output error")
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    return done
+
+
+def commit_now(_: ImageLayout, ingest: FileIngest) -> None:
+    ingest.commit(CONTENT)
+
+
+def commit_with_others(store: ImageLayout, ingest: FileIngest) -> None:
+    with store.begin_batch():
+        # It was opened before the batch
+        ingest._batch = store._batch
+        ingest.commit(CONTENT)
+
+
+@pytest.mark.parametrize("commit", [commit_now, commit_with_others])
+@pytest.mark.parametrize("durable", [0, 5 * MIB])
+def test_bytes_that_may_be_lost_are_fetched_again(
+    durable: int,
+    commit: Callable[[ImageLayout, FileIngest], None],
+    store: ImageLayout,
+    request: pytest.FixtureRequest,
+) -> None:
+    """The cache still has them, and their digest is right."""
+    ingest = begin(store)
+    if durable:
+        write(ingest, 0, durable)
+        ingest.suspend()
+        ingest = begin(store)
+    write(ingest, durable, len(DATA))
+    ingest.checkpoint()
+    assert files(store)[1].read_text().count("\n") == (4 if durable else 2)
+    request.getfixturevalue("lossy")
+    with pytest.raises(StoreError):
+        commit(store, ingest)
+    assert not store.exists(CONTENT)
+    ingest = begin(store)
+    assert ingest.list_missing() == [(durable, len(DATA))]
+    complete(store, ingest)
+
+
+def test_nothing_is_synchronised_again_after_an_error(
+    store: ImageLayout, always: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    ingest = begin(store)
+    write(ingest, 0, 5 * MIB)
+    ingest.checkpoint()
+    always.undo()
+    write(ingest, 5 * MIB, 8 * MIB)
+    ingest.checkpoint()
+    write(ingest, 8 * MIB, len(DATA))
+    done = request.getfixturevalue("lossy")
+    with pytest.raises(StoreError):
+        ingest.checkpoint(is_last=True)
+    ingest.checkpoint()
+    with pytest.raises(OSError, match="Input/output"):
+        ingest.synchronise()
+    ingest.suspend()
+    assert done == [files(store)[0].stat().st_ino]
+    assert files(store)[1].read_text() == f"\n0-{5 * MIB}\n"
+    assert begin(store).list_missing() == [(5 * MIB, len(DATA))]
+
+
+def test_an_interrupted_synchronisation_is_not_repeated(
+    store: ImageLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its result is unknown."""
+    ingest = begin(store)
+    write(ingest, 0, len(DATA))
+    ingest.checkpoint()
+
+    def interrupt(_: Any) -> NoReturn:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            ingest.checkpoint(is_last=True)
+    ingest.suspend()
+    assert begin(store).list_missing() == WHOLE
+
+
 # -- a full disk at the end
 
 
+@pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("call", ["fsync", "replace"])
 def test_verified_bytes_are_kept_when_they_cannot_be_published(
     call: str, store: ImageLayout, monkeypatch: pytest.MonkeyPatch
