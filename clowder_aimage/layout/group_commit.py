@@ -95,7 +95,11 @@ class GroupCommit:
         if self._is_closed or (is_full and self._settle_lock.locked()):
             self.settle()
         elif is_full:
-            threading.Thread(target=self._settle_behind, name="aimage-commit").start()
+            try:
+                threading.Thread(target=self._settle_behind, name="aimage-commit").start()
+            except RuntimeError:
+                # The system has no more threads
+                self.settle()
 
     def _settle_behind(self) -> None:
         # Everybody who adds another blob, or ends the batch, gets the error.

@@ -305,9 +305,14 @@ class FileIngest:
         if not is_begun:
             on_written(self._finish_write(offset, view, 0))
             return
-        # Another writer may have added a range before the release.
-        self._hash(offset, view)
-        end(None)
+        error: BaseException | None = None
+        try:
+            # Another writer may have added a range before the release.
+            self._hash(offset, view)
+        except BaseException as caught:
+            # Not raised: the view is in use until the write has ended
+            error = caught
+        end(error)
 
     def _finish_write(
         self, offset: int, view: memoryview, written: int | OSError
@@ -319,15 +324,15 @@ class FileIngest:
                     raise written
                 while written < len(view):
                     written += os.pwrite(self._fd, view[written:], offset + written)
+            with self._lock:
+                end = offset + len(view)
+                self._rewritten |= any(low < end and offset < high for low, high in self._ranges)
+                self._ranges = _merge(self._ranges, offset, end)
+            self._hash(offset, view)
         except BaseException as error:
             # The hash may be ahead of the file.
             self._rewritten = True
             return error
-        with self._lock:
-            end = offset + len(view)
-            self._rewritten |= any(low < end and offset < high for low, high in self._ranges)
-            self._ranges = _merge(self._ranges, offset, end)
-        self._hash(offset, view)
         return None
 
     def _hash_view(self, offset: int, view: memoryview) -> None:

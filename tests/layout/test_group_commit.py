@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -98,3 +99,18 @@ def test_the_error_of_a_commit_is_that_of_the_next_blob(tmp_path: Path, disk: Di
     with pytest.raises(ValueError, match="a defect"):
         commit.add(DIGESTS[2], blobs[2], 1)
     assert [(blob.renamed, blob.given_up) for blob in blobs] == [(0, 1), (0, 1), (0, 0)]
+
+
+def test_blobs_are_committed_without_another_thread(
+    tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(_: threading.Thread) -> NoReturn:
+        raise RuntimeError("can't start new thread")
+
+    disk.may_end.set()
+    commit, blobs = GroupCommit(tmp_path), [Pending(), Pending()]
+    monkeypatch.setattr(threading.Thread, "start", start)
+    for digest, blob in zip(DIGESTS, blobs, strict=False):
+        commit.add(digest, blob, 1)
+    assert not commit.is_pending
+    assert [(blob.renamed, blob.given_up) for blob in blobs] == [(1, 0)] * 2
