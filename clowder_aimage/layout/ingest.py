@@ -448,8 +448,7 @@ class FileIngest:
                 return
             with translate_store_errors(self._root):
                 self.synchronise()
-                with self._syncing:
-                    self.rename()
+                self.rename()
         except VerificationError:
             self.abort()
             raise
@@ -494,14 +493,15 @@ class FileIngest:
                     os.close(fd)
 
     def rename(self) -> None:
-        """Rename the file to its final name; no checkpoint is running. Raises OSError."""
-        try:
-            rename_opened(os.fstat(self._fd), self._path, self._final)
-        except FileNotFoundError:
-            make_directory(self._root, "blobs", os.path.basename(os.path.dirname(self._final)))
-            rename_opened(os.fstat(self._fd), self._path, self._final)
-        self._remove_journal()
-        self.close()
+        """Rename the file to its final name, after a checkpoint that is running. Raises OSError."""
+        with self._syncing:
+            try:
+                rename_opened(os.fstat(self._fd), self._path, self._final)
+            except FileNotFoundError:
+                make_directory(self._root, "blobs", os.path.basename(os.path.dirname(self._final)))
+                rename_opened(os.fstat(self._fd), self._path, self._final)
+            self._remove_journal()
+            self.close()
 
     def _remove_journal(self) -> None:
         if self._is_journaled:

@@ -15,7 +15,7 @@ import pytest
 
 from clowder_aimage.content import IngestBusyError
 from clowder_aimage.errors import NoSpaceError, StoreError, VerificationError
-from clowder_aimage.layout import ImageLayout
+from clowder_aimage.layout import ImageLayout, lock
 from clowder_aimage.layout import ingest as ingests
 from clowder_aimage.layout.boot import read_boot_id
 from tests.content.artifact import blob
@@ -468,6 +468,39 @@ def test_the_end_of_an_ingest_gets_the_error_of_its_checkpoint(
     assert len(errors) == 2
     assert not store.exists(CONTENT)
     assert begin(store).list_missing() == WHOLE
+
+
+def test_the_commit_of_a_batch_waits_for_a_checkpoint(
+    store: ImageLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise it leaves the journal of a finished blob."""
+    in_note, go_on = threading.Event(), threading.Event()
+    real = lock.open_shared
+
+    def open_journal(*arguments: Any) -> int:
+        in_note.set()
+        assert go_on.wait(60)
+        return real(*arguments)
+
+    def commit() -> None:
+        with store.begin_batch():
+            ingest.commit(CONTENT)
+
+    with store.begin_batch():
+        ingest = begin(store)
+        write(ingest, 0, len(DATA))
+        monkeypatch.setattr(ingests, "open_shared", open_journal)
+        threads = [threading.Thread(target=call) for call in (ingest.checkpoint, commit)]
+        threads[0].start()
+        assert in_note.wait(60)
+        threads[1].start()
+        # Long enough for a commit that does not wait
+        threads[1].join(0.2)
+        go_on.set()
+        for thread in threads:
+            thread.join(60)
+    assert store.exists(CONTENT)
+    assert not any(path.exists() for path in files(store))
 
 
 # -- a disk that loses bytes
