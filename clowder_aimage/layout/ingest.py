@@ -97,6 +97,8 @@ class FileIngest:
         """
         self._root, self._expected, self._batch = root, expected, batch
         self._final = ""
+        # True for content that is made durable alone
+        self.is_large = False
         self._algorithm = expected.digest.algorithm if expected else "sha256"
         self._lock = threading.Lock()
         self._hashing = threading.Lock()
@@ -440,6 +442,7 @@ class FileIngest:
             digest = self.digest(expected.digest.algorithm)
             check(expected, os.fstat(self._fd).st_size, digest.encoded)
             self._final = build_blob_path(self._root, expected)
+            self.is_large = expected.size > JOURNALED
             with translate_store_errors(self._root):
                 set_mode(self._fd, BLOB_MODE, self._path)
             if self._batch is not None:
