@@ -219,7 +219,7 @@ class FileIngest:
     def _read_journal(self, size: int) -> list[_Range]:
         """Return the written ranges of a file of ``size`` bytes, as the journal lists them."""
         for start, ranges in self._iter_entries():
-            if start in ("", read_boot_id()):
+            if start in ("", _build_start()):
                 is_valid = all(0 <= low < high <= size for low, high in ranges)
                 return ranges if is_valid else []
         return []
@@ -227,14 +227,14 @@ class FileIngest:
     def _iter_entries(self) -> Iterator[tuple[str, list[_Range]]]:
         """Yield the ranges of each entry, from the last one back.
 
-        The text is the ID of the system's start, or empty if they were synchronised.
+        The text before them is that of ``_build_start``, or empty if they were synchronised.
         """
         lines: list[str] = []
         with contextlib.suppress(OSError):
             # A crash may have torn the last line.
             lines = Path(self._journal).read_text("ascii", "replace").split("\n")[:-1]
         for line in filter(None, reversed(lines)):
-            text, _, start = line.partition(" ")
+            start, _, text = line.rpartition(" ")
             # A power cut may have torn an entry that was not synchronised: others are before it.
             with contextlib.suppress(ValueError):
                 yield start, _parse_ranges(text)
@@ -408,10 +408,12 @@ class FileIngest:
         with self._lock:
             ranges = list(self._ranges)
         line = _format_ranges(ranges)
-        line += "" if is_durable else f" {read_boot_id()}"
         with translate_store_errors(self._root):
             if is_durable:
                 self._synchronise()
+            else:
+                # At the front: a torn line must not become one that was synchronised
+                line = f"{_build_start()} {line}"
             fd = open_shared(self._journal, _JOURNAL_FLAGS)
             try:
                 # The line feed at the front ends a line that a crash has torn.
@@ -558,6 +560,11 @@ class FileIngest:
         if fd >= 0:
             with contextlib.suppress(OSError):
                 os.close(fd)
+
+
+def _build_start() -> str:
+    """Return what begins the entries of this start of the system; no part of it is a range."""
+    return f"boot {read_boot_id()}"
 
 
 def _format_ranges(ranges: list[_Range]) -> str:

@@ -121,6 +121,26 @@ def test_the_next_start_of_the_system_knows_what_was_synchronised(
     complete(store, ingest)
 
 
+def test_no_part_of_an_entry_is_one_that_was_synchronised(
+    store: ImageLayout, always: pytest.MonkeyPatch
+) -> None:
+    """A power cut may end the file anywhere, and the next entry begins after a line feed."""
+    always.setattr(ingests, "read_boot_id", lambda: "00000012-4567-89")
+    ingest = begin(store)
+    write(ingest, 0, 5 * MIB)
+    ingest.checkpoint()
+    always.setattr(ingests, "_SYNC_INTERVAL", 60.0)
+    start = files(store)[1].stat().st_size
+    write(ingest, 5 * MIB, 8 * MIB)
+    ingest.checkpoint()
+    text = files(store)[1].read_bytes()
+    assert ingest._read_journal(8 * MIB) == [(0, 8 * MIB)]
+    always.setattr(ingests, "read_boot_id", lambda: "another")
+    for end in range(start, len(text)):
+        files(store)[1].write_bytes(text[:end] + b"\n")
+        assert ingest._read_journal(8 * MIB) == [(0, 5 * MIB)]
+
+
 def test_each_checkpoint_is_durable_without_an_id_of_the_start(
     store: ImageLayout, monkeypatch: pytest.MonkeyPatch, synchronised: Any
 ) -> None:
