@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import shutil
 import tempfile
@@ -550,6 +551,7 @@ def commit_with_others(store: ImageLayout, ingest: FileIngest) -> None:
         # It was opened before the batch
         ingest._batch = store._batch
         ingest.commit(CONTENT)
+        store.push(blob(b"other"), lambda _=0: io.BytesIO(b"other"))
 
 
 @pytest.mark.parametrize("commit", [commit_now, commit_with_others])
