@@ -60,13 +60,18 @@ class DirectFile:
             try:
                 on_written(self._attempt(view[:size], offset))
             finally:
-                with self._lock:
-                    self._pending -= 1
-                    if not self._pending:
-                        self._is_idle.notify_all()
+                self._end()
 
-        _writers.submit(write)
-        return True
+        is_begun = _writers.submit(write)
+        if not is_begun:
+            self._end()
+        return is_begun
+
+    def _end(self) -> None:
+        with self._lock:
+            self._pending -= 1
+            if not self._pending:
+                self._is_idle.notify_all()
 
     def _attempt(self, view: memoryview, offset: int) -> int | OSError:
         try:
@@ -116,14 +121,19 @@ class _Writers:
         self._lock = threading.Lock()
         self._threads = self._busy = 0
 
-    def submit(self, call: Callable[[], None]) -> None:
+    def submit(self, call: Callable[[], None]) -> bool:
+        """Run a call in a thread; return False if the system has no thread for it."""
         with self._lock:
+            if self._threads < min(self._busy + 1, _THREADS):
+                try:
+                    threading.Thread(target=self._run, name="aimage-write", daemon=True).start()
+                    self._threads += 1
+                except RuntimeError:
+                    if not self._threads:
+                        return False
             self._busy += 1
-            is_needed = self._threads < min(self._busy, _THREADS)
-            self._threads += is_needed
-        if is_needed:
-            threading.Thread(target=self._run, name="aimage-write", daemon=True).start()
         self._calls.put(call)
+        return True
 
     def _run(self) -> None:
         while True:

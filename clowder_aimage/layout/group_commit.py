@@ -28,6 +28,8 @@ _MAX_SIZE = 32 * 1024 * 1024
 class PendingCommit(Protocol):
     """A verified blob in its ingest."""
 
+    is_large: bool
+
     def synchronise(self) -> None: ...
 
     def rename(self) -> None: ...
@@ -95,7 +97,11 @@ class GroupCommit:
         if self._is_closed or (is_full and self._settle_lock.locked()):
             self.settle()
         elif is_full:
-            threading.Thread(target=self._settle_behind, name="aimage-commit").start()
+            try:
+                threading.Thread(target=self._settle_behind, name="aimage-commit").start()
+            except RuntimeError:
+                # The system has no more threads
+                self.settle()
 
     def _settle_behind(self) -> None:
         # Everybody who adds another blob, or ends the batch, gets the error.
@@ -141,6 +147,11 @@ class GroupCommit:
 def _synchronise(root: Path, blobs: list[PendingCommit]) -> None:
     """Make all files durable, with one call for several files if possible."""
     is_done = False
+    # The call for the file system may miss errors: before Linux 5.8, all of them
+    for blob in blobs:
+        if blob.is_large:
+            blob.synchronise()
+    blobs = [blob for blob in blobs if not blob.is_large]
     if len(blobs) > 1:
         fd = os.open(root / PRIVATE, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:

@@ -16,6 +16,7 @@ import queue
 import stat
 import threading
 import time
+from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 
@@ -96,6 +97,8 @@ class FileIngest:
         """
         self._root, self._expected, self._batch = root, expected, batch
         self._final = ""
+        # True for content that is made durable alone
+        self.is_large = False
         self._algorithm = expected.digest.algorithm if expected else "sha256"
         self._lock = threading.Lock()
         self._hashing = threading.Lock()
@@ -113,6 +116,7 @@ class FileIngest:
         self._noted = self._durable = 0
         self._synchronised_at = time.monotonic()
         self._reset_hash()
+        self._sync_error: OSError | None = None
         fd = None
         if batch is not None and is_in_batch:
             fd = batch.create_ingest(name)
@@ -214,19 +218,26 @@ class FileIngest:
 
     def _read_journal(self, size: int) -> list[_Range]:
         """Return the written ranges of a file of ``size`` bytes, as the journal lists them."""
+        for start, ranges in self._iter_entries():
+            if start in ("", _build_start()):
+                is_valid = all(0 <= low < high <= size for low, high in ranges)
+                return ranges if is_valid else []
+        return []
+
+    def _iter_entries(self) -> Iterator[tuple[str, list[_Range]]]:
+        """Yield the ranges of each entry, from the last one back.
+
+        The text before them is that of ``_build_start``, or empty if they were synchronised.
+        """
         lines: list[str] = []
         with contextlib.suppress(OSError):
             # A crash may have torn the last line.
             lines = Path(self._journal).read_text("ascii", "replace").split("\n")[:-1]
         for line in filter(None, reversed(lines)):
-            text, _, boot_id = line.partition(" ")
+            start, _, text = line.rpartition(" ")
             # A power cut may have torn an entry that was not synchronised: others are before it.
             with contextlib.suppress(ValueError):
-                ranges = _parse_ranges(text)
-                if boot_id in ("", read_boot_id()):
-                    is_valid = all(0 <= start < end <= size for start, end in ranges)
-                    return ranges if is_valid else []
-        return []
+                yield start, _parse_ranges(text)
 
     def _reset_hash(self) -> None:
         # True if bytes may have changed after they were hashed.
@@ -296,9 +307,14 @@ class FileIngest:
         if not is_begun:
             on_written(self._finish_write(offset, view, 0))
             return
-        # Another writer may have added a range before the release.
-        self._hash(offset, view)
-        end(None)
+        error: BaseException | None = None
+        try:
+            # Another writer may have added a range before the release.
+            self._hash(offset, view)
+        except BaseException as caught:
+            # Not raised: the view is in use until the write has ended
+            error = caught
+        end(error)
 
     def _finish_write(
         self, offset: int, view: memoryview, written: int | OSError
@@ -310,15 +326,15 @@ class FileIngest:
                     raise written
                 while written < len(view):
                     written += os.pwrite(self._fd, view[written:], offset + written)
+            with self._lock:
+                end = offset + len(view)
+                self._rewritten |= any(low < end and offset < high for low, high in self._ranges)
+                self._ranges = _merge(self._ranges, offset, end)
+            self._hash(offset, view)
         except BaseException as error:
             # The hash may be ahead of the file.
             self._rewritten = True
             return error
-        with self._lock:
-            end = offset + len(view)
-            self._rewritten |= any(low < end and offset < high for low, high in self._ranges)
-            self._ranges = _merge(self._ranges, offset, end)
-        self._hash(offset, view)
         return None
 
     def _hash_view(self, offset: int, view: memoryview) -> None:
@@ -369,8 +385,8 @@ class FileIngest:
             return
         while self._syncing.acquire(blocking=False):
             try:
-                if self._fd < 0:
-                    # The ingest has ended
+                if self._fd < 0 or self._sync_error is not None:
+                    # The ingest has ended, or the bytes in the cache may be lost
                     return
                 self._note(is_durable=is_last or self._is_synchronisation_due())
                 with self._lock:
@@ -391,11 +407,13 @@ class FileIngest:
         """Add the written ranges to the journal, after the data was synchronised if that is due."""
         with self._lock:
             ranges = list(self._ranges)
-        line = ",".join(f"{start}-{end}" for start, end in ranges)
-        line += "" if is_durable else f" {read_boot_id()}"
+        line = _format_ranges(ranges)
         with translate_store_errors(self._root):
             if is_durable:
-                sync_file(self._fd, self._path)
+                self._synchronise()
+            else:
+                # At the front: a torn line must not become one that was synchronised
+                line = f"{_build_start()} {line}"
             fd = open_shared(self._journal, _JOURNAL_FLAGS)
             try:
                 # The line feed at the front ends a line that a crash has torn.
@@ -426,13 +444,14 @@ class FileIngest:
             digest = self.digest(expected.digest.algorithm)
             check(expected, os.fstat(self._fd).st_size, digest.encoded)
             self._final = build_blob_path(self._root, expected)
+            self.is_large = expected.size > JOURNALED
             with translate_store_errors(self._root):
                 set_mode(self._fd, BLOB_MODE, self._path)
             if self._batch is not None:
                 self._direct.close()
                 self._batch.add(expected.digest, self, expected.size)
                 return
-            with self._syncing, translate_store_errors(self._root):
+            with translate_store_errors(self._root):
                 self.synchronise()
                 self.rename()
         except VerificationError:
@@ -444,18 +463,50 @@ class FileIngest:
             raise
 
     def synchronise(self) -> None:
-        """Make the bytes durable. Raises OSError."""
-        sync_file(self._fd, self._path)
+        """Make the bytes durable, after a checkpoint that is running.
+
+        Raises OSError, also if an earlier attempt failed.
+        """
+        with self._syncing:
+            self._synchronise()
+
+    def _synchronise(self) -> None:
+        if self._sync_error is not None:
+            raise self._sync_error
+        try:
+            sync_file(self._fd, self._path)
+        except BaseException as error:
+            # The system reports a lost write once, and may still have its bytes in the cache
+            interruption = OSError(errno.EIO, "the synchronisation was interrupted")
+            self._sync_error = error if isinstance(error, OSError) else interruption
+            self._drop_unsynchronised()
+            raise
+
+    def _drop_unsynchronised(self) -> None:
+        """Leave the last entry in the journal whose data was synchronised, if there is one."""
+        if not self._is_journaled:
+            return
+        durable = next((ranges for start, ranges in self._iter_entries() if not start), [])
+        # The error of the synchronisation is raised.
+        with contextlib.suppress(OSError):
+            self._remove_journal()
+            if durable:
+                fd = open_shared(self._journal, _JOURNAL_FLAGS)
+                try:
+                    os.write(fd, f"\n{_format_ranges(durable)}\n".encode())
+                finally:
+                    os.close(fd)
 
     def rename(self) -> None:
-        """Rename the file to its final name; no checkpoint is running. Raises OSError."""
-        try:
-            rename_opened(os.fstat(self._fd), self._path, self._final)
-        except FileNotFoundError:
-            make_directory(self._root, "blobs", os.path.basename(os.path.dirname(self._final)))
-            rename_opened(os.fstat(self._fd), self._path, self._final)
-        self._remove_journal()
-        self.close()
+        """Rename the file to its final name, after a checkpoint that is running. Raises OSError."""
+        with self._syncing:
+            try:
+                rename_opened(os.fstat(self._fd), self._path, self._final)
+            except FileNotFoundError:
+                make_directory(self._root, "blobs", os.path.basename(os.path.dirname(self._final)))
+                rename_opened(os.fstat(self._fd), self._path, self._final)
+            self._remove_journal()
+            self.close()
 
     def _remove_journal(self) -> None:
         if self._is_journaled:
@@ -509,6 +560,15 @@ class FileIngest:
         if fd >= 0:
             with contextlib.suppress(OSError):
                 os.close(fd)
+
+
+def _build_start() -> str:
+    """Return what begins the entries of this start of the system; no part of it is a range."""
+    return f"boot {read_boot_id()}"
+
+
+def _format_ranges(ranges: list[_Range]) -> str:
+    return ",".join(f"{start}-{end}" for start, end in ranges)
 
 
 def _parse_ranges(line: str) -> list[_Range]:

@@ -376,7 +376,7 @@ class ImageLayout(ContentStore):
 
     @contextlib.contextmanager
     def begin_batch(self) -> Iterator[None]:
-        """Commit small blobs in groups; all are committed when the block ends.
+        """Commit blobs in groups; all are committed when the block ends.
 
         Copies in several threads share one group commit, and each ends with its blobs committed.
         Raises StoreError, NoSpaceError if a blob of this or another copy could not be stored.

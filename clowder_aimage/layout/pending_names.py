@@ -249,13 +249,15 @@ class PendingNames:
         fd = open_shared(path, _WRITE)
         try:
             size = os.fstat(fd).st_size
-            write_all(fd, data)
-            if is_durable:
-                try:
+            try:
+                write_all(fd, data)
+                if is_durable:
                     sync_file(fd, path, data_only=True)
-                except OSError:
+            except BaseException:
+                if is_durable:
+                    # An interrupted change is not made, either
                     _take_back(fd, size, path)
-                    raise
+                raise
         finally:
             os.close(fd)
         self._raw += data

@@ -223,8 +223,9 @@ class Evictor:
         # Hundreds of thousands of blobs take seconds, and thousands of names a tenth of one
         fingerprint = compute_fingerprint(self._store.roots)
         if fingerprint is None or fingerprint != self._measured:
-            self._measured, self._blob_size = fingerprint, measure_blobs(self._store.root)
+            self._blob_size = measure_blobs(self._store.root)
             self._metrics.images.set(sum(1 for _ in self._store.list_tags()))
+            self._measured = fingerprint
         self._metrics.free.set(math.nan if disk is None else disk.free)
         self._metrics.size.set(math.nan if disk is None else disk.total)
         self._metrics.bytes.labels("blob").set(self._blob_size)

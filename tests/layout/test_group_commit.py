@@ -5,11 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
 from clowder_aimage.layout import group_commit
 from clowder_aimage.layout.group_commit import GroupCommit
+from clowder_aimage.layout.lock import PRIVATE
 from clowder_aimage.oci import Digest
 from tests.wait import until
 
@@ -20,9 +22,13 @@ Add = Callable[..., None]
 class Pending:
     """A blob that counts its ends."""
 
-    renamed = given_up = 0
+    renamed = given_up = synchronised = 0
 
-    def synchronise(self) -> None: ...
+    def __init__(self, *, is_large: bool = False) -> None:
+        self.is_large = is_large
+
+    def synchronise(self) -> None:
+        self.synchronised += 1
 
     def rename(self) -> None:
         self.renamed += 1
@@ -98,3 +104,36 @@ def test_the_error_of_a_commit_is_that_of_the_next_blob(tmp_path: Path, disk: Di
     with pytest.raises(ValueError, match="a defect"):
         commit.add(DIGESTS[2], blobs[2], 1)
     assert [(blob.renamed, blob.given_up) for blob in blobs] == [(0, 1), (0, 1), (0, 0)]
+
+
+def test_blobs_are_committed_without_another_thread(
+    tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(_: threading.Thread) -> NoReturn:
+        raise RuntimeError("can't start new thread")
+
+    disk.may_end.set()
+    commit, blobs = GroupCommit(tmp_path), [Pending(), Pending()]
+    monkeypatch.setattr(threading.Thread, "start", start)
+    for digest, blob in zip(DIGESTS, blobs, strict=False):
+        commit.add(digest, blob, 1)
+    assert not commit.is_pending
+    assert [(blob.renamed, blob.given_up) for blob in blobs] == [(1, 0)] * 2
+
+
+def test_large_blobs_are_synchronised_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system may report no error of the others."""
+    calls = list[int]()
+
+    def sync_file_system(fd: int) -> bool:
+        calls.append(fd)
+        return True
+
+    monkeypatch.setattr(group_commit, "sync_file_system", sync_file_system)
+    (tmp_path / PRIVATE).mkdir()
+    blobs = [Pending(is_large=index % 2 == 0) for index in range(4)]
+    group_commit._synchronise(tmp_path, list(blobs))
+    assert [blob.synchronised for blob in blobs] == [1, 0, 1, 0]
+    assert len(calls) == 1

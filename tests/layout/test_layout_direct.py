@@ -8,17 +8,19 @@ import hashlib
 import os
 import queue
 import threading
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 
 from clowder_aimage.content.buffer import PAGE, new_buffer
-from clowder_aimage.errors import NoSpaceError
+from clowder_aimage.errors import NoSpaceError, StoreError
 from clowder_aimage.layout import ImageLayout, direct_io
 from clowder_aimage.layout.direct_io import DirectFile
 from clowder_aimage.layout.ingest import FileIngest
 from clowder_aimage.oci import Descriptor, Digest
+from tests.wait import until
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -294,3 +296,115 @@ def test_several_writes_of_a_file_are_made_at_the_same_time(
     assert ingest.list_missing() == []
     ingest.commit(expected)
     assert store.find_path(expected).read_bytes() == data
+
+
+@pytest.mark.parametrize("is_disk_faster", [True, False])
+def test_a_read_error_after_a_direct_write_is_that_of_the_write(
+    is_disk_faster: bool, store: ImageLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever is last, the disk or the hash, hashes the bytes that came earlier from the file."""
+    expected = Descriptor.of("application/octet-stream", os.urandom(2 * MIB))
+    written, hashed = threading.Event(), threading.Event()
+
+    def write(self: DirectFile, view: memoryview[int], offset: int) -> int:
+        assert is_disk_faster or hashed.wait(60)
+        return 0
+
+    def hash_view(self: FileIngest, offset: int, view: memoryview) -> None:
+        assert not is_disk_faster or offset != self._hashed or written.wait(60)
+        real_hash_view(self, offset, view)
+
+    def finish(*arguments: Any) -> Any:
+        try:
+            return real_finish(*arguments)
+        finally:
+            written.set()
+
+    def read(*_: Any) -> NoReturn:
+        raise OSError(errno.EIO, "Input/output error")
+
+    real_hash_view, real_finish = FileIngest._hash_view, FileIngest._finish_write
+    ingest = store.ingest(expected.digest.encoded, expected)
+    ingest.write_at(MIB, bytes(MIB))
+    monkeypatch.setattr(DirectFile, "_write", write)
+    monkeypatch.setattr(direct_io, "_DIRECT", 0)
+    monkeypatch.setattr(FileIngest, "_hash_view", hash_view)
+    monkeypatch.setattr(FileIngest, "_finish_write", finish)
+    monkeypatch.setattr(os, "preadv", read)
+    ingest._direct._is_usable = True
+    errors: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+    ingest.write_at(0, new_buffer(MIB), errors.put)
+    hashed.set()
+    with pytest.raises(StoreError, match="Input/output"):
+        raise errors.get(timeout=10) or AssertionError
+    ingest.abort()
+
+
+@pytest.fixture
+def no_threads(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], object]]:
+    """Let no thread that writes start; call what is in the list instead."""
+    calls, real = list[Callable[[], object]](), threading.Thread.start
+
+    def start(self: threading.Thread) -> None:
+        if self.name != "aimage-write":
+            return real(self)
+        for call in calls:
+            call()
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(direct_io, "_writers", direct_io._Writers())
+    monkeypatch.setattr(direct_io, "_DIRECT", 0)
+    monkeypatch.setattr(threading.Thread, "start", start)
+    return calls
+
+
+@pytest.mark.usefixtures("no_threads")
+def test_without_threads_the_cache_is_used(
+    store: ImageLayout, expected: Descriptor, data: bytes
+) -> None:
+    ingest = store.ingest(expected.digest.encoded, expected)
+    ingest._direct._is_usable = True
+    buffer = new_buffer()
+    for offset in range(0, len(data), MIB):
+        piece = data[offset : offset + MIB]
+        buffer[: len(piece)] = piece
+        ingest.write_at(offset, buffer[: len(piece)])
+    assert not ingest._direct._pending
+    ingest.commit(expected)
+    assert store.find_path(expected).read_bytes() == data
+
+
+def test_a_file_is_closed_while_no_thread_can_write(
+    tmp_path: Path, no_threads: list[Callable[[], object]]
+) -> None:
+    path = tmp_path / "file"
+    path.touch()
+    file = DirectFile(str(path))
+    file._is_usable = True
+    closing = threading.Thread(target=file.close, daemon=True)
+
+    def close() -> None:
+        closing.start()
+        until(lambda: bool(file._is_idle._waiters))  # type: ignore[attr-defined]
+
+    no_threads.append(close)
+    assert not file.begin(0, new_buffer(16 * PAGE), lambda _: None)
+    closing.join(10)
+    assert not closing.is_alive()
+
+
+def test_one_thread_makes_the_calls_of_those_that_cannot_start(
+    request: pytest.FixtureRequest,
+) -> None:
+    writers, go, done = direct_io._Writers(), threading.Event(), threading.Semaphore(0)
+
+    def wait() -> None:
+        assert go.wait(60)
+        done.release()
+
+    assert writers.submit(wait)
+    request.getfixturevalue("no_threads")
+    assert writers.submit(done.release)
+    go.set()
+    assert done.acquire(timeout=10)
+    assert done.acquire(timeout=10)

@@ -211,6 +211,30 @@ def test_a_change_that_the_disk_did_not_take_is_taken_back(
     assert read_written(store).keys() == read_names(store).keys()
 
 
+@pytest.mark.parametrize("call", ["write_all", "sync_file"])
+def test_an_interrupted_change_is_taken_back(
+    call: str,
+    store: ImageLayout,
+    models: tuple[Manifest, Manifest],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    one, two = models
+    store.tag(two.descriptor, parse("before:v1"))
+    before, real = read_names(store), getattr(module, call)
+
+    def interrupt(*arguments: Any, **options: Any) -> NoReturn:
+        real(*arguments, **options)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, call, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            store.tag(two.descriptor, parse("new:v1"))
+    assert read_names(store) == before
+    store.tag(one.descriptor, parse("later:v1"))
+    assert read_names(store) == before | {"later:v1": one.digest}
+
+
 def test_a_line_that_cannot_be_taken_back_is_not_read(
     store: ImageLayout, models: tuple[Manifest, Manifest], monkeypatch: pytest.MonkeyPatch
 ) -> None:

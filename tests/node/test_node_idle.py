@@ -108,6 +108,27 @@ def test_blobs_of_an_unchanged_store_are_not_measured_again(
     asyncio.run(play())
 
 
+def test_a_failed_measurement_is_made_again(
+    tmp_path: Path, publisher: Publisher, monkeypatch: pytest.MonkeyPatch, settled: None
+) -> None:
+    def fail() -> NoReturn:
+        raise StoreError("Input/output error")
+
+    async def play() -> None:
+        bench, _ = await idle(tmp_path, publisher)
+        evictor, counts = bench.node.evictor, list[float]()
+        evictor._measured = None
+        monkeypatch.setattr(evictor._metrics.images, "set", counts.append)
+        with monkeypatch.context() as patch:
+            patch.setattr(evictor._store, "list_tags", fail)
+            with pytest.raises(StoreError):
+                evictor._measure()
+        evictor._measure()
+        assert len(counts) == 1
+
+    asyncio.run(play())
+
+
 def test_a_deleted_blob_is_noticed_at_the_next_turn(
     tmp_path: Path, publisher: Publisher, looks: list[str], settled: None
 ) -> None:
