@@ -39,7 +39,7 @@ def attach(store: ImageLayout, subject: Digest, artifact: Descriptor) -> None:
         if len(attached) >= _MAX_ATTACHED:
             raise UsageError(
                 f"{subject} has {_MAX_ATTACHED} attached artifacts in the store, the limit",
-                hint="remove it with --gc, and make or load it again",
+                hint="remove it and collect the garbage, then make or load it again",
             )
         entries = [entry.to_json() for entry in (*attached, artifact)]
         record = {"subject": str(subject), "attached": entries}
