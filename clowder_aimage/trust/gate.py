@@ -49,6 +49,7 @@ from clowder_aimage.trust.collection import (
     find_signature,
     run_bounded,
 )
+from clowder_aimage.trust.lineage import is_statement
 from clowder_aimage.trust.policy import LicenseRule, Mode, Policy, Rule, build_rule_name
 
 # The private directory of the records of a store
@@ -94,7 +95,7 @@ class PolicyGate:
         Raises PolicyError.
         """
         document = parse_content(raw, content)
-        if is_signature(document):
+        if is_signature(document) or is_statement(document):
             self._admit(document, content.digest, None, {})
             return
         assert isinstance(repository, Repository)  # noqa: S101 - the only source that asks
@@ -163,7 +164,7 @@ class PolicyGate:
         asked: Reference | None = None,
     ) -> None:
         document = parse_content(read_all(_Unchecked(store).open(content), content), content)
-        if is_signature(document):
+        if is_signature(document) or is_statement(document):
             self._admit(document, content.digest, None, {})
             return
         record = _read_record(store, content.digest)

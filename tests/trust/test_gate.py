@@ -46,6 +46,7 @@ from clowder_aimage.layout.origin import ORIGINS
 from clowder_aimage.layout.stored_aimage import lease_manifest, read_aimage, read_stored
 from clowder_aimage.load import load
 from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference, mediatype
+from clowder_aimage.oci.artifact import EMPTY
 from clowder_aimage.oci.manifest import encode
 from clowder_aimage.pull import pull
 from clowder_aimage.push import push, transfer, transfer_tags
@@ -53,10 +54,16 @@ from clowder_aimage.registry import ClientOptions, Repository
 from clowder_aimage.registry.session import Session
 from clowder_aimage.save import save
 from clowder_aimage.sign import sign, sign_with
-from clowder_aimage.trust import collection
+from clowder_aimage.trust import collection, lineage
 from clowder_aimage.trust.acceptance import Format
 from clowder_aimage.trust.collection import RegistryPlace
 from clowder_aimage.trust.gate import RECORDS, PolicyGate
+from clowder_aimage.trust.lineage import (
+    Derivation,
+    DerivationRecipe,
+    Operation,
+    build_referrer,
+)
 from clowder_aimage.trust.signer import KeySigner
 from tests.node.nodes import TOKEN, Node
 from tests.registry_app import RegistryThread
@@ -734,3 +741,73 @@ def test_all_registries_of_a_model_share_the_deadline(
         machine.read(f"{HOST}/team/x0:v1")
     assert len(searched) == 1
     is_over.set()
+
+
+# A statement of a derivation
+
+
+def derive(machine: Machine, subject: Descriptor) -> tuple[Manifest, Manifest]:
+    """Store a statement about a manifest, and an AImage with the type of one, under names."""
+    recipe = DerivationRecipe(Operation.CAST, dtype="f16")
+    derivation = Derivation(Digest("sha256", "a" * 64), recipe, "round-v1")
+    honest, payload = build_referrer(derivation, subject)
+    machine.push(honest.layers[0].media_type, payload)
+    machine.push(mediatype.OCI_EMPTY, EMPTY)
+    layer = machine.push(mediatype.AIMAGE_FILE, b"unsigned weights").to_json()
+    layer["annotations"] = {mediatype.NAME: "a"}
+    posing = Manifest.build(
+        {
+            "schemaVersion": 2,
+            "mediaType": mediatype.OCI_MANIFEST,
+            "artifactType": lineage.TYPE,
+            "config": machine.push(mediatype.AIMAGE_CONFIG, b"{ }").to_json(),
+            "layers": [honest.layers[0].to_json(), layer],
+            "subject": subject.to_json(),
+        }
+    )
+    for manifest in (honest, posing):
+        name = f"{NAME.removesuffix(':v1')}@{manifest.digest}"
+        machine.write_document(name, manifest.media_type, manifest.raw)
+    return honest, posing
+
+
+def test_a_statement_is_one_by_its_content(machine: Machine) -> None:
+    honest, posing = derive(machine, machine.create())
+    machine.enforce("*")
+    machine.store.open(honest.descriptor).close()
+    document = json.loads(honest.raw)
+    config, (layer,) = document["config"], document["layers"]
+    changes: list[dict[str, Any]] = [
+        {"artifactType": mediatype.AIMAGE_MANIFEST},
+        {"config": machine.push(mediatype.AIMAGE_CONFIG, b"{ }").to_json()},
+        {"config": config | {"digest": layer["digest"]}},
+        {"layers": [layer, layer]},
+        {"layers": []},
+        {"layers": [layer | {"mediaType": mediatype.AIMAGE_FILE}]},
+        {"layers": [layer | {"size": lineage.MAX_STATEMENT + 1}]},
+    ]
+    others = [Manifest.build(document | change) for change in changes]
+    for manifest in (posing, *others):
+        machine.write_document(NAME, manifest.media_type, manifest.raw)
+        with pytest.raises(SignatureError):
+            machine.store.open(manifest.descriptor)
+
+
+def test_a_model_with_the_type_of_a_statement_is_not_copied(machine: Machine) -> None:
+    GATES.clear()
+    machine.create("team/x:v1")
+    machine.sign("team/x:v1")
+    honest, posing = derive(machine, machine.store.resolve(Reference.parse("team/x:v1")))
+    for manifest in (honest, posing):
+        name = f"team/x@{manifest.digest}"
+        machine.write_document(name, manifest.media_type, manifest.raw)
+    target_store = ImageLayout(machine.home / "target")
+    options = ClientOptions(docker_config=machine.home)
+    with serving_stores(machine.store, target_store) as (first, second):
+        machine.enforce(f"{first}/*", offline=False)
+        machine.use_policy()
+        source, target = (Reference.parse(f"{host}/team/x:v1") for host in (first, second))
+        transfer(source, target, options)
+    assert target_store.exists(honest.descriptor)
+    assert not target_store.exists(posing.descriptor)
+    assert not target_store.exists(posing.layers[-1])
