@@ -48,8 +48,8 @@ from clowder_aimage.load import load
 from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference, mediatype
 from clowder_aimage.oci.artifact import EMPTY
 from clowder_aimage.oci.manifest import encode
-from clowder_aimage.pull import pull
-from clowder_aimage.push import push, transfer, transfer_tags
+from clowder_aimage.pull import pull, resolve_changed
+from clowder_aimage.push import MOUNTABLE, push, transfer, transfer_tags
 from clowder_aimage.registry import ClientOptions, Repository
 from clowder_aimage.registry.session import Session
 from clowder_aimage.save import save
@@ -67,6 +67,7 @@ from clowder_aimage.trust.lineage import (
 from clowder_aimage.trust.signer import KeySigner
 from tests.node.nodes import TOKEN, Node
 from tests.registry_app import RegistryThread
+from tests.store import copy_store
 from tests.trust.key_files import (
     DAY,
     NOW,
@@ -811,3 +812,44 @@ def test_a_model_with_the_type_of_a_statement_is_not_copied(machine: Machine) ->
     assert target_store.exists(honest.descriptor)
     assert not target_store.exists(posing.descriptor)
     assert not target_store.exists(posing.layers[-1])
+
+
+# The default registry
+
+
+def test_the_default_registry_is_a_part_of_names(machine: Machine) -> None:
+    GATES.clear()
+    content = machine.create("team/x:v1")
+    short, store = Reference.parse("x:v1"), ImageLayout(machine.home / "pulled")
+    with serving_stores(machine.store) as (host,):
+        options = ClientOptions(docker_config=machine.home, default_registry=f"{host}/team")
+        pull(short, store, options)
+    # For a policy that comes later
+    assert store.list_origins(content.digest) == {f"{host}/team/x"}
+    machine.enforce(f"{host}/team/*")
+    machine.use_policy()
+    with pytest.raises(SignatureError):
+        read_aimage(store, short)
+
+
+def test_the_aimage_of_a_mountable_image_is_judged_by_the_whole_name(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, small_store: Path
+) -> None:
+    asked = list[str]()
+    monkeypatch.setattr(
+        PolicyGate, "admit_remote", lambda _, __, reference, *args: asked.append(reference.name)
+    )
+    GATES.clear()
+    copy_store(small_store, machine.store.root)
+    with serving_stores(ImageLayout(machine.home / "served")) as (host,):
+        name = f"{host}/team/x:v1"
+        machine.store.tag(machine.store.resolve(Reference.parse("small")), Reference.parse(name))
+        options = ClientOptions(docker_config=machine.home, default_registry=f"{host}/team")
+        push(machine.store, Reference.parse(name), options, dialect=MOUNTABLE)
+        machine.enforce("other/*")
+        machine.use_policy()
+        short = Reference.parse("x:v1")
+        pull(short, ImageLayout(machine.home / "pulled"), options)
+        resolve_changed(short, options, None)
+    # The index, the image and the AImage, by each
+    assert set(asked) == {f"{host}/team/x"}
