@@ -65,6 +65,7 @@ from clowder_aimage.trust.lineage import (
     build_referrer,
 )
 from clowder_aimage.trust.signer import KeySigner
+from clowder_aimage.trust.simple_signing import build_signature_tag
 from tests.node.nodes import TOKEN, Node
 from tests.registry_app import RegistryThread
 from tests.store import copy_store
@@ -853,3 +854,24 @@ def test_the_aimage_of_a_mountable_image_is_judged_by_the_whole_name(
         resolve_changed(short, options, None)
     # The index, the image and the AImage, by each
     assert set(asked) == {f"{host}/team/x"}
+
+
+@pytest.mark.parametrize("kind", ["statement", "tag"])
+def test_what_is_named_as_a_signature_is_not_saved_past_the_policy(
+    machine: Machine, kind: str
+) -> None:
+    GATES.clear()
+    content = machine.create()
+    machine.sign()
+    honest, posing = derive(machine, content)
+    if kind == "tag":
+        # That of older signatures
+        posing = Manifest.build({**json.loads(posing.raw), "artifactType": ""})
+        name = f"{HOST}/team/x:{build_signature_tag(content.digest)}"
+        machine.write_document(name, posing.media_type, posing.raw)
+    machine.enforce("*")
+    machine.use_policy()
+    saved = save(machine.store, [Reference.parse(NAME)], machine.home / "saved.tar")
+    data = (machine.home / "saved.tar").read_bytes()
+    assert len(saved.names) == 3 and honest.digest.encoded.encode() in data
+    assert posing.digest.encoded.encode() not in data and b"unsigned weights" not in data
