@@ -8,7 +8,6 @@ A licence is read in the config, each time that a process meets a manifest.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -19,7 +18,7 @@ from itertools import product
 from typing import Any
 
 from clowder_aimage.content.gate import unchecked
-from clowder_aimage.content.graph import parse_content, read_document, walk
+from clowder_aimage.content.graph import list_documents, parse_content
 from clowder_aimage.content.store import Reader, Source, WrappedSource, build_bytes_body
 from clowder_aimage.content.verified_reader import read_all
 from clowder_aimage.dialect import detect
@@ -31,7 +30,6 @@ from clowder_aimage.errors import (
     LicenseError,
     SignatureError,
     UsageError,
-    VerificationError,
 )
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.metadata import MetadataFiles
@@ -238,27 +236,13 @@ class PolicyGate:
         """Return the manifests below an index in a store."""
         if (listed := self._listed.get(index.digest)) is not None:
             return listed
-        is_complete = True
-
-        def read(content: Descriptor) -> Manifest | Index | None:
-            nonlocal is_complete
-            if content.media_type not in mediatype.INDEXES:
-                return None
-            try:
-                return read_document(_Unchecked(store), content)
-            except (AccessError, FormatError, VerificationError):
-                is_complete = False
-                return None
-
-        found = set[Digest]()
-        with contextlib.suppress(FormatError):
-            found.update(node.content.digest for node in walk(read, index))
+        found, is_complete = list_documents(_Unchecked(store), index)
         if is_complete:
             with self._lock:
                 if len(self._listed) > _MAX_INDEXES:
                     self._listed.clear()
-                self._listed[index.digest] = frozenset(found)
-        return frozenset(found)
+                self._listed[index.digest] = found
+        return found
 
     def _refuse_unknown(self, content: Descriptor) -> None:
         if self._policy.is_enforced:

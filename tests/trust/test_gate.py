@@ -24,6 +24,7 @@ from clowder_aimage.config import trust_policy
 from clowder_aimage.config.trust_policy import UserFiles, _CurrentGate, read_policy
 from clowder_aimage.content import build_bytes_body
 from clowder_aimage.content.gate import GATES, find_gate, unchecked
+from clowder_aimage.content.graph import MAX_DEPTH
 from clowder_aimage.create import create
 from clowder_aimage.dialect.modelpack import CONFIG, MANIFEST
 from clowder_aimage.engine import admission
@@ -875,3 +876,57 @@ def test_what_is_named_as_a_signature_is_not_saved_past_the_policy(
     data = (machine.home / "saved.tar").read_bytes()
     assert len(saved.names) == 3 and honest.digest.encoded.encode() in data
     assert posing.digest.encoded.encode() not in data and b"unsigned weights" not in data
+
+
+# What indexes list
+
+
+def write_index(machine: Machine, name: str, *children: Descriptor) -> Descriptor:
+    document = {"schemaVersion": 2, "mediaType": mediatype.OCI_INDEX}
+    raw = encode(document | {"manifests": [child.to_json() for child in children]})
+    return machine.write_document(name, mediatype.OCI_INDEX, raw)
+
+
+@pytest.mark.parametrize("loss", ["removed", "moved", "renamed"])
+def test_the_name_of_a_removed_index_counts_for_its_manifests(machine: Machine, loss: str) -> None:
+    GATES.clear()
+    content, name = machine.create("mine:v1"), Reference.parse(NAME)
+    missing = Descriptor.of(mediatype.OCI_MANIFEST, b"of another platform")
+    inner = write_index(machine, "inner:v1", missing, content)
+    machine.store.untag(Reference.parse("inner:v1"))
+    index = write_index(machine, NAME, missing, inner)
+    if loss == "moved":
+        machine.store.tag(machine.create("newer:v1", b"newer weights"), name)
+    elif loss == "renamed":
+        # Its earlier names are its manifests', too
+        machine.store.tag(index, Reference.parse("other:v1"))
+        machine.store.untag(name)
+        machine.store.untag(Reference.parse("other:v1"))
+    else:
+        machine.store.untag(name)
+    assert f"{HOST}/team/x" in machine.store.list_origins(content.digest)
+    machine.use_policy()
+    machine.enforce()
+    with pytest.raises(SignatureError):
+        read_aimage(machine.store, MINE)
+
+
+def test_the_origins_of_a_removed_index_count_for_its_manifests(machine: Machine) -> None:
+    content = machine.create("mine:v1")
+    index = write_index(machine, "x:v1", content)
+    # As a pull with a default registry records it
+    machine.store.add_origins(index.digest, [NAME])
+    machine.store.untag(Reference.parse("x:v1"))
+    assert machine.store.list_origins(content.digest) == {f"{HOST}/team/x", "x"}
+
+
+def test_an_index_that_is_nested_too_deep_hides_no_other_manifest(machine: Machine) -> None:
+    content = machine.create("mine:v1")
+    deep = write_index(machine, "deep:v1", content)
+    for _ in range(MAX_DEPTH + 1):
+        deep = write_index(machine, "deep:v1", deep)
+    write_index(machine, NAME, deep, content)
+    machine.store.untag(Reference.parse("deep:v1"))
+    machine.enforce()
+    with pytest.raises(SignatureError):
+        read_aimage(machine.store, MINE)
