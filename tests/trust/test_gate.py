@@ -64,6 +64,9 @@ from clowder_aimage.trust.lineage import (
     DerivationRecipe,
     Operation,
     build_referrer,
+    keep_derivation,
+    list_statements,
+    read_derivation,
 )
 from clowder_aimage.trust.signer import KeySigner
 from clowder_aimage.trust.simple_signing import build_signature_tag
@@ -930,3 +933,26 @@ def test_an_index_that_is_nested_too_deep_hides_no_other_manifest(machine: Machi
     machine.enforce()
     with pytest.raises(SignatureError):
         read_aimage(machine.store, MINE)
+
+
+def test_a_server_under_a_policy_lists_and_gives_out_statements(machine: Machine) -> None:
+    content = machine.create("team/x:v1")
+    recipe = DerivationRecipe(Operation.CAST, dtype="f16")
+    derivation = Derivation(Digest("sha256", "a" * 64), recipe, "round-v1")
+    with machine.store.lease() as lease:
+        keep_derivation(machine.store, lease, content, derivation)
+    machine.sign("team/x:v1")
+    machine.enforce("team/*")
+    options = ClientOptions(docker_config=machine.home)
+    with serving_stores(machine.store) as (host,):
+        name = Reference.parse(f"{host}/team/x:v1")
+        # The server asks, the client does not
+        with Repository(name, options) as repository:
+            (statement,) = list_statements(repository, content.digest)
+            assert read_derivation(repository, content) == derivation
+            # Of a server that has not read its manifest since it was started
+            manifest, payload = build_referrer(derivation, content)
+            assert manifest.digest == statement.digest
+            machine.use_policy()
+            with repository.open(manifest.layers[0]) as file:
+                assert file.read() == payload
