@@ -22,7 +22,7 @@ from clowder_aimage.content.graph import list_documents, parse_content
 from clowder_aimage.content.store import Reader, Source, WrappedSource, build_bytes_body
 from clowder_aimage.content.verified_reader import read_all
 from clowder_aimage.dialect import detect
-from clowder_aimage.dialect.license import list_stated_licenses
+from clowder_aimage.dialect.license import clean_licenses, list_stated_licenses
 from clowder_aimage.errors import (
     AccessError,
     AImageError,
@@ -351,15 +351,15 @@ class PolicyGate:
         ]
         if not rules or isinstance(document, Index):
             return
-        annotated = document.annotations.get(mediatype.LICENSES)
-        if annotated is not None and document.digest not in self._licenses:
+        annotated = clean_licenses([document.annotations.get(mediatype.LICENSES)])
+        if annotated and document.digest not in self._licenses:
             with self._lock:
                 if len(self._annotated) > _MAX_ADMITTED:
                     self._annotated.clear()
-                self._annotated[document.digest] = (annotated,)
+                self._annotated[document.digest] = annotated
             # All that it states apply: a refused one needs no request for the config.
             refusing = [(name, rule) for name, rule in rules if rule.mode is Mode.ENFORCE]
-            self._judge_licenses(refusing, (annotated,), document.digest, label)
+            self._judge_licenses(refusing, annotated, document.digest, label)
         if (stated := self._read_licenses(source, document)) is not None:
             self._judge_licenses(rules, stated, document.digest, label)
 

@@ -32,6 +32,7 @@ from clowder_aimage.engine.engine import Engine
 from clowder_aimage.engine.model_fetch import find
 from clowder_aimage.errors import (
     FormatError,
+    LicenseError,
     ManifestRefusedError,
     SignatureError,
     UnauthorizedError,
@@ -956,3 +957,29 @@ def test_a_server_under_a_policy_lists_and_gives_out_statements(machine: Machine
             machine.use_policy()
             with repository.open(manifest.layers[0]) as file:
                 assert file.read() == payload
+
+
+# Licences
+
+
+@pytest.mark.parametrize("text", ["NOASSERTION", "none", " ", ""])
+def test_an_annotation_that_states_nothing_leaves_the_licence_to_the_config(
+    machine: Machine, text: str
+) -> None:
+    layer = machine.push(mediatype.AIMAGE_FILE, b"weights").to_json()
+    layer["annotations"] = {mediatype.NAME: "a"}
+    config = machine.push(mediatype.AIMAGE_CONFIG, encode({"license": "MIT"}))
+    document = {
+        "schemaVersion": 2,
+        "mediaType": mediatype.OCI_MANIFEST,
+        "artifactType": mediatype.AIMAGE_MANIFEST,
+        "config": config.to_json(),
+        "layers": [layer],
+        "annotations": {mediatype.LICENSES: text},
+    }
+    machine.write_document(NAME, mediatype.OCI_MANIFEST, encode(document))
+    machine.policy.write_text(json.dumps({"licenses": {"allow": ["MIT"]}}))
+    machine.read()
+    machine.policy.write_text(json.dumps({"licenses": {"allow": ["Apache-2.0"]}}))
+    with pytest.raises(LicenseError, match="MIT is not allowed"):
+        machine.read()
