@@ -983,3 +983,24 @@ def test_an_annotation_that_states_nothing_leaves_the_licence_to_the_config(
     machine.policy.write_text(json.dumps({"licenses": {"allow": ["Apache-2.0"]}}))
     with pytest.raises(LicenseError, match="MIT is not allowed"):
         machine.read()
+
+
+# Archives
+
+
+def test_another_name_for_an_archive_lifts_no_demand_of_its_names(machine: Machine) -> None:
+    GATES.clear()
+    content = machine.create()
+    machine.store.tag(content, Reference.parse("local/x:v1"))
+    archive = machine.home / "model.tar"
+    save(machine.store, [Reference.parse("local/x:v1"), Reference.parse(NAME)], archive)
+    store = ImageLayout(machine.home / "loaded")
+    load(store, archive, MINE)
+    assert store.list_origins(content.digest) == {f"{HOST}/team/x", "local/x"}
+    machine.use_policy()
+    machine.enforce()
+    with pytest.raises(SignatureError):
+        read_aimage(store, MINE)
+    other = ImageLayout(machine.home / "other")
+    assert load(other, archive, MINE).problem
+    assert not list(other.list_tags())
