@@ -173,7 +173,6 @@ class PolicyGate:
         inherited = set(map(build_rule_name, _collect_names(store, parents)))
         judged = sorted(own | inherited)
         found = {rule.id: (rule, name) for name in judged if (rule := self._policy.find(name))}
-        own_rules = {rule.id for name in own if (rule := self._policy.find(name))}
         if not known and not inherited and content.digest not in self._manifests:
             self._refuse_unknown(content)
         accepted: dict[str, Any] = dict(record.get("accepted", {}))
@@ -181,10 +180,8 @@ class PolicyGate:
             if rule.mode is Mode.OFF or rule.id in accepted:
                 continue
             admitted = self._admitted.get(content.digest, {}).get(rule.id)
-            # By a name of its own it needs a signature of its own.
-            indexes = () if rule.id in own_rules else parents
             accepted[rule.id] = admitted or self._decide_stored(
-                store, rule, content.digest, record, indexes, name
+                store, rule, content.digest, record, parents, name
             )
         # What an index lists may have no name of its own.
         came_by = judged or self._manifests.get(content.digest, frozenset())

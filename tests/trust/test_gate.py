@@ -55,7 +55,7 @@ from clowder_aimage.push import MOUNTABLE, push, transfer, transfer_tags
 from clowder_aimage.registry import ClientOptions, Repository
 from clowder_aimage.registry.session import Session
 from clowder_aimage.save import save
-from clowder_aimage.sign import sign, sign_with
+from clowder_aimage.sign import _attach_bundle, sign, sign_with
 from clowder_aimage.trust import collection, lineage
 from clowder_aimage.trust.acceptance import Format
 from clowder_aimage.trust.collection import RegistryPlace
@@ -71,6 +71,7 @@ from clowder_aimage.trust.lineage import (
 )
 from clowder_aimage.trust.signer import KeySigner
 from clowder_aimage.trust.simple_signing import build_signature_tag
+from clowder_aimage.trust.statement import COSIGN_SIGN, build_cosign_statement
 from tests.node.nodes import TOKEN, Node
 from tests.registry_app import RegistryThread
 from tests.store import copy_store
@@ -934,6 +935,26 @@ def test_an_index_that_is_nested_too_deep_hides_no_other_manifest(machine: Machi
     machine.enforce()
     with pytest.raises(SignatureError):
         read_aimage(machine.store, MINE)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_signed_index_in_the_store_admits_its_manifests_in_any_order(
+    machine: Machine, is_first: bool
+) -> None:
+    content = machine.create(f"{HOST}/team/own:v1")
+    index = write_index(machine, NAME, content)
+    bundle = sign_with(create_signer("signer"), Format.BUNDLE)(build_cosign_statement(index.digest))
+    with unchecked():
+        # The index alone is signed.
+        _attach_bundle(machine.store, Reference.parse(NAME), index, bundle, COSIGN_SIGN)
+    unsigned = machine.create(f"{HOST}/team/unsigned:v1", b"other weights")
+    machine.enforce()
+    contents = [content, index] if is_first else [index, content]
+    for each in contents:
+        machine.store.open(each).close()
+    machine.read(f"{HOST}/team/own:v1")
+    with pytest.raises(SignatureError):
+        machine.store.open(unsigned)
 
 
 def test_a_server_under_a_policy_lists_and_gives_out_statements(machine: Machine) -> None:
