@@ -240,6 +240,9 @@ class _Loader:
     def _set_names(self) -> tuple[list[tuple[Reference, Descriptor]], list[str]]:
         """Set the names whose content is complete; return them, and the problems of others."""
         set_names, problems = [], []
+        own = dict[Digest, list[Reference]]()
+        for entry in self.roots:
+            own.setdefault(entry.digest, []).extend(_list_own_names(entry))
         # Signatures first: they admit others.
         order = sorted(self.names.items(), key=lambda item: not _is_signature(*item))
         for reference, root in order:
@@ -250,7 +253,7 @@ class _Loader:
                     remainder = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
                     problems.append(f"{reference} is missing {missing[0].digest}{remainder}")
                     continue
-                origins = _list_own_names(root)
+                origins = own[root.digest]
                 if self.gate is not None:
                     self.gate.admit_named(self.layout, root, [reference, *origins])
                 # For a policy that comes later, too

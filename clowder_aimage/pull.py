@@ -27,6 +27,7 @@ from clowder_aimage.dialect.mountable import may_be_mountable, read_origin
 from clowder_aimage.dialect.packing import is_known_late
 from clowder_aimage.dialect.selection import LayerSelection
 from clowder_aimage.errors import AImageError, FormatError, UsageError
+from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import (
     MAX_CONFIG_SIZE,
     StoredAImage,
@@ -108,7 +109,8 @@ def pull(
             root = source.resolve(reference)
         with start_span("manifest"):
             selected = select(source, root, reference, options.selector)
-            source, root, document = _open_image(repository, source, store, reference, *selected)
+            whole = connection.expand(reference)
+            source, root, document = _open_image(repository, source, store, whole, *selected)
             plan = plan_copy(source, root, document)
         if options.layers is not None:
             source, plan = _select_layers(source, plan, reference, options.layers, store)
@@ -122,6 +124,9 @@ def pull(
         check_space(plan.list_missing(store), store)
         limit = connection.limit(reference.registry)
         with store.lease(*plan.digests), start_span("blobs", count=len(plan.digests)):
+            if isinstance(store, ImageLayout) and (origin := connection.expand(name)) != name:
+                # The name in the store lacks the registry, for which a rule may be.
+                store.add_origins(plan.root.digest, [str(origin)])
             if (gate := find_gate()) is not None:
                 # A process that loads the AImage meanwhile asks by this.
                 gate.record(store, plan.root, name)
@@ -155,13 +160,14 @@ def resolve_changed(
         root = repository.resolve_changed(reference, previous)
         if root is None:
             return None
-        return root, find_pulled(repository, reference, root)
+        return root, find_pulled(repository, connection.expand(reference), root)
 
 
 def find_pulled(repository: Repository, reference: Reference, root: Descriptor) -> Descriptor:
     """Return the manifest that a pull of the manifest or index ``root`` would store.
 
-    No blob is fetched but the config of an image. Raises as the resolution in ``pull``.
+    ``reference`` has its registry. No blob is fetched but the config of an image. Raises as the
+    resolution in ``pull``.
     """
     selected = select(repository, root, reference, ANY)
     return _open_image(repository, repository, repository, reference, *selected)[1]

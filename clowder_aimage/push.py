@@ -255,11 +255,9 @@ def _transfer(
     unlisted: list[UnlistedReferrerError] = []
     names = [reference for pair in pairs for reference in pair]
     for key, (plan, name) in plans.items():
-        # A statement is not believed, so that it needs no signature.
         is_statement = _is_statement(plan)
-        repository = source_repository.without_gate() if is_statement else source_repository
         try:
-            _copy(repository, name, target_repository, connections, on_copy_event, plan)
+            _copy(source_repository, name, target_repository, connections, on_copy_event, plan)
         except AccessError as error:
             if not recursive and isinstance(key, Digest):
                 _leave_out(key, error, () if is_statement else names)
@@ -318,7 +316,7 @@ def _plan_signature(
     is_statement = root.extra.get("artifactType") == mediatype.AIMAGE_DERIVATION
     content = Descriptor(root.media_type, root.digest, root.size)
     try:
-        plan = plan_copy(repository.without_gate() if is_statement else repository, content)
+        plan = plan_copy(repository, content)
     except (NotFoundError, ContentError):
         return None
     except AccessError as error:

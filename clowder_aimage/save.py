@@ -6,7 +6,7 @@ import io
 import re
 import stat
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
@@ -15,7 +15,6 @@ from clowder_aimage.content import CopyPlan, Lease, OnEvent, copy, plan_copy
 from clowder_aimage.content.atomic_file import open_atomic
 from clowder_aimage.content.copy_option import ignore
 from clowder_aimage.content.file_system import measure_space, set_mode
-from clowder_aimage.content.gate import unchecked
 from clowder_aimage.content.open_directory import open_special, resolve
 from clowder_aimage.content.tar_store import TarStream, TarTarget, is_tar, open_archive, write_error
 from clowder_aimage.content.verified_reader import check_size
@@ -25,6 +24,7 @@ from clowder_aimage.errors import (
     FormatError,
     NoSpaceError,
     NotFoundError,
+    PolicyError,
     StoreError,
     UsageError,
 )
@@ -88,11 +88,12 @@ def save(
     """
     with layout.lease() as lease:
         names = _resolve(layout, references, lease)
-        carried = _list_carried(layout, names, lease)
-        plans = [_plan(layout, reference, root, lease) for reference, root in names]
-        with unchecked():
-            plans += [_plan(layout, reference, root, lease) for reference, root in carried]
-        pairs = sorted(zip([*names, *carried], plans, strict=True), key=lambda x: str(x[0][0]))
+        planned = [(item, _plan(layout, *item, lease)) for item in names]
+        for item in _list_carried(layout, names, lease):
+            # What is named as a signature may be something else, which the policy refuses.
+            with suppress(PolicyError):
+                planned.append((item, _plan(layout, *item, lease)))
+        pairs = sorted(planned, key=lambda pair: str(pair[0][0]))
         names, plans = [name for name, _ in pairs], [plan for _, plan in pairs]
         documents = {
             content.digest: (content, document)

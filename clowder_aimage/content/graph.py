@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from clowder_aimage.content.store import Source
 from clowder_aimage.content.verified_reader import read_all
-from clowder_aimage.errors import FormatError
+from clowder_aimage.errors import AccessError, ContentError, FormatError
 from clowder_aimage.oci import Descriptor, Digest, Index, Manifest, mediatype, parse_document
 
 # Levels of indexes below the root
@@ -82,6 +82,28 @@ def build_referrer_entry(content: Descriptor, document: Manifest | Index) -> Des
         kind = document.config.media_type
     extra = {"artifactType": kind} if kind else {}
     return replace(content, annotations=document.annotations, extra=extra)
+
+
+def list_documents(source: Source, root: Descriptor) -> tuple[frozenset[Digest], bool]:
+    """Return all manifests and indexes below an index, and False if one could not be read.
+
+    What is missing or damaged, or nested too deep, has nothing below it, and hides no others.
+    """
+    found, visited, is_complete = set[Digest](), set[tuple[Digest, int]](), True
+    level = [root]
+    for _ in range(MAX_DEPTH + 1):
+        below = list[Descriptor]()
+        for index in level:
+            if (index.digest, index.size) in visited:
+                continue
+            visited.add((index.digest, index.size))
+            try:
+                below += filter(is_document, list_successors(read_document(source, index)))
+            except (AccessError, ContentError):
+                is_complete = False
+        found.update(content.digest for content in below)
+        level = [content for content in below if content.media_type in mediatype.INDEXES]
+    return frozenset(found), is_complete
 
 
 def walk(

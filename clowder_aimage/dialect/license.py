@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from clowder_aimage.dialect import detect
 from clowder_aimage.dialect.aimage import parse_config
@@ -30,6 +30,11 @@ def list_stated_licenses(manifest: Manifest, config: bytes) -> tuple[str, ...]:
         stated += listed if isinstance(listed, list) else ()
     except FormatError:
         pass
+    return clean_licenses(stated)
+
+
+def clean_licenses(stated: Iterable[object]) -> tuple[str, ...]:
+    """Return the texts that state a licence, each once."""
     texts = dict.fromkeys(text.strip() for text in stated if isinstance(text, str))
     return tuple(text for text in texts if text and text.lower() not in _NONE)
 

@@ -234,7 +234,7 @@ class Catalog:
 
     def admit(self, repository: str, digest: Digest) -> None:
         """Read the manifests of ``repository`` that need a blob, for the policy to admit them."""
-        for root in self._iter_manifests(repository):
+        for root in chain(self._iter_manifests(repository), self._iter_attached(repository)):
             for content in self._walk(root):
                 if digest == content.digest or digest in self._children.get(content):
                     with contextlib.suppress(AImageError):

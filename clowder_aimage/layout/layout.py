@@ -18,6 +18,7 @@ from clowder_aimage.content.copy_option import CopyOptions
 from clowder_aimage.content.fetch import fetch_blobs
 from clowder_aimage.content.file_system import Space, measure_space
 from clowder_aimage.content.gate import find_gate, unchecked
+from clowder_aimage.content.graph import list_documents
 from clowder_aimage.content.open_directory import resolve
 from clowder_aimage.content.store import (
     UNKNOWN_SIZE,
@@ -321,11 +322,18 @@ class ImageLayout(ContentStore):
                     records.add_dropped(reference.name, descriptor)
 
     def _record_origins(self, entries: Iterable[Any]) -> None:
-        """Record the names that manifests are about to lose."""
+        """Record the names that manifests are about to lose, with those below an index."""
         for entry in entries:
             # A full disk is no reason to keep a name
             with contextlib.suppress(AImageError):
-                self.add_origins(Digest.parse(entry.get("digest")), [get_name(entry)])
+                digest, name = Digest.parse(entry.get("digest")), get_name(entry)
+                self.add_origins(digest, [name])
+                if entry.get("mediaType") in mediatype.INDEXES:
+                    with unchecked():
+                        index = Descriptor.from_json(entry, "index.json")
+                        below, _ = list_documents(self, index)
+                    for manifest in below:
+                        self.add_origins(manifest, [name, *self.list_origins(digest)])
 
     def add_origins(self, digest: Digest, names: Iterable[str], *, durable: bool = True) -> None:
         """Record that a manifest came by names: a policy counts them beside its own.

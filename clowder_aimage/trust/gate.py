@@ -8,7 +8,6 @@ A licence is read in the config, each time that a process meets a manifest.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -19,11 +18,11 @@ from itertools import product
 from typing import Any
 
 from clowder_aimage.content.gate import unchecked
-from clowder_aimage.content.graph import parse_content, read_document, walk
+from clowder_aimage.content.graph import list_documents, parse_content
 from clowder_aimage.content.store import Reader, Source, WrappedSource, build_bytes_body
 from clowder_aimage.content.verified_reader import read_all
 from clowder_aimage.dialect import detect
-from clowder_aimage.dialect.license import list_stated_licenses
+from clowder_aimage.dialect.license import clean_licenses, list_stated_licenses
 from clowder_aimage.errors import (
     AccessError,
     AImageError,
@@ -31,7 +30,6 @@ from clowder_aimage.errors import (
     LicenseError,
     SignatureError,
     UsageError,
-    VerificationError,
 )
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.metadata import MetadataFiles
@@ -49,6 +47,7 @@ from clowder_aimage.trust.collection import (
     find_signature,
     run_bounded,
 )
+from clowder_aimage.trust.lineage import is_statement
 from clowder_aimage.trust.policy import LicenseRule, Mode, Policy, Rule, build_rule_name
 
 # The private directory of the records of a store
@@ -99,7 +98,7 @@ class PolicyGate:
         Raises PolicyError.
         """
         document = parse_content(raw, content)
-        if is_signature(document):
+        if is_signature(document) or is_statement(document):
             self._admit(document, content.digest, None, {})
             return
         assert isinstance(repository, Repository)  # noqa: S101 - the only source that asks
@@ -168,7 +167,7 @@ class PolicyGate:
         asked: Reference | None = None,
     ) -> None:
         document = parse_content(read_all(_Unchecked(store).open(content), content), content)
-        if is_signature(document):
+        if is_signature(document) or is_statement(document):
             self._admit(document, content.digest, None, {})
             return
         record = _read_record(store, content.digest)
@@ -179,7 +178,6 @@ class PolicyGate:
         inherited = set(map(build_rule_name, _collect_names(store, parents)))
         judged = sorted(own | inherited)
         found = {rule.id: (rule, name) for name in judged if (rule := self._policy.find(name))}
-        own_rules = {rule.id for name in own if (rule := self._policy.find(name))}
         if not known and not inherited and content.digest not in self._manifests:
             self._refuse_unknown(content)
         accepted: dict[str, Any] = dict(record.get("accepted", {}))
@@ -187,10 +185,8 @@ class PolicyGate:
             if rule.mode is Mode.OFF or rule.id in accepted:
                 continue
             admitted = self._admitted.get(content.digest, {}).get(rule.id)
-            # By a name of its own it needs a signature of its own.
-            indexes = () if rule.id in own_rules else parents
             accepted[rule.id] = admitted or self._decide_stored(
-                store, rule, content.digest, record, indexes, name
+                store, rule, content.digest, record, parents, name
             )
         # What an index lists may have no name of its own.
         came_by = judged or self._manifests.get(content.digest, frozenset())
@@ -242,27 +238,13 @@ class PolicyGate:
         """Return the manifests below an index in a store."""
         if (listed := self._listed.get(index.digest)) is not None:
             return listed
-        is_complete = True
-
-        def read(content: Descriptor) -> Manifest | Index | None:
-            nonlocal is_complete
-            if content.media_type not in mediatype.INDEXES:
-                return None
-            try:
-                return read_document(_Unchecked(store), content)
-            except (AccessError, FormatError, VerificationError):
-                is_complete = False
-                return None
-
-        found = set[Digest]()
-        with contextlib.suppress(FormatError):
-            found.update(node.content.digest for node in walk(read, index))
+        found, is_complete = list_documents(_Unchecked(store), index)
         if is_complete:
             with self._lock:
                 if len(self._listed) > _MAX_INDEXES:
                     self._listed.clear()
-                self._listed[index.digest] = frozenset(found)
-        return frozenset(found)
+                self._listed[index.digest] = found
+        return found
 
     def _refuse_unknown(self, content: Descriptor) -> None:
         if self._policy.is_enforced:
@@ -371,15 +353,15 @@ class PolicyGate:
         ]
         if not rules or isinstance(document, Index):
             return
-        annotated = document.annotations.get(mediatype.LICENSES)
-        if annotated is not None and document.digest not in self._licenses:
+        annotated = clean_licenses([document.annotations.get(mediatype.LICENSES)])
+        if annotated and document.digest not in self._licenses:
             with self._lock:
                 if len(self._annotated) > _MAX_ADMITTED:
                     self._annotated.clear()
-                self._annotated[document.digest] = (annotated,)
+                self._annotated[document.digest] = annotated
             # All that it states apply: a refused one needs no request for the config.
             refusing = [(name, rule) for name, rule in rules if rule.mode is Mode.ENFORCE]
-            self._judge_licenses(refusing, (annotated,), document.digest, label)
+            self._judge_licenses(refusing, annotated, document.digest, label)
         if (stated := self._read_licenses(source, document)) is not None:
             self._judge_licenses(rules, stated, document.digest, label)
 

@@ -23,8 +23,8 @@ from clowder_aimage.content.verified_reader import read_all
 from clowder_aimage.errors import AccessError, ContentError, FormatError, NotFoundError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.attachment import attach, list_attachments
-from clowder_aimage.oci import Descriptor, Digest, Manifest, mediatype
-from clowder_aimage.oci.artifact import EMPTY, build_artifact
+from clowder_aimage.oci import Descriptor, Digest, Index, Manifest, mediatype
+from clowder_aimage.oci.artifact import EMPTY, EMPTY_CONFIG, build_artifact
 from clowder_aimage.trust.dsse import IN_TOTO, read_object
 from clowder_aimage.trust.statement import Statement, build_statement
 
@@ -183,6 +183,20 @@ def _iter_kept(store: ImageLayout, subject: Digest) -> Iterator[Derivation]:
         # One that is damaged is written again
         with contextlib.suppress(ContentError, AccessError):
             yield read_statement(store, entry, subject)
+
+
+def is_statement(document: Manifest | Index) -> bool:
+    """Return True for an artifact with nothing but a statement: no policy decides about it.
+
+    No dialect reads it as an AImage (``dialect.detect``).
+    """
+    if not isinstance(document, Manifest) or document.artifact_type != TYPE:
+        return False
+    if document.config.digest != EMPTY_CONFIG.digest:
+        return False
+    kinds = [child.media_type for child in document.children]
+    is_small = all(child.size <= MAX_STATEMENT for child in document.children)
+    return is_small and kinds == [mediatype.OCI_EMPTY, IN_TOTO]
 
 
 def adopt_statement(store: ImageLayout, content: Descriptor) -> None:

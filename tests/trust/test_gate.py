@@ -24,6 +24,7 @@ from clowder_aimage.config import trust_policy
 from clowder_aimage.config.trust_policy import UserFiles, _CurrentGate, read_policy
 from clowder_aimage.content import build_bytes_body
 from clowder_aimage.content.gate import GATES, find_gate, unchecked
+from clowder_aimage.content.graph import MAX_DEPTH
 from clowder_aimage.create import create
 from clowder_aimage.dialect.modelpack import CONFIG, MANIFEST
 from clowder_aimage.engine import admission
@@ -31,6 +32,7 @@ from clowder_aimage.engine.engine import Engine
 from clowder_aimage.engine.model_fetch import find
 from clowder_aimage.errors import (
     FormatError,
+    LicenseError,
     ManifestRefusedError,
     SignatureError,
     UnauthorizedError,
@@ -46,20 +48,33 @@ from clowder_aimage.layout.origin import ORIGINS
 from clowder_aimage.layout.stored_aimage import lease_manifest, read_aimage, read_stored
 from clowder_aimage.load import load
 from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference, mediatype
+from clowder_aimage.oci.artifact import EMPTY
 from clowder_aimage.oci.manifest import encode
-from clowder_aimage.pull import pull
-from clowder_aimage.push import push, transfer, transfer_tags
+from clowder_aimage.pull import pull, resolve_changed
+from clowder_aimage.push import MOUNTABLE, push, transfer, transfer_tags
 from clowder_aimage.registry import ClientOptions, Repository
 from clowder_aimage.registry.session import Session
 from clowder_aimage.save import save
-from clowder_aimage.sign import sign, sign_with
-from clowder_aimage.trust import collection
+from clowder_aimage.sign import _attach_bundle, sign, sign_with
+from clowder_aimage.trust import collection, lineage
 from clowder_aimage.trust.acceptance import Format
 from clowder_aimage.trust.collection import RegistryPlace
 from clowder_aimage.trust.gate import RECORDS, PolicyGate
+from clowder_aimage.trust.lineage import (
+    Derivation,
+    DerivationRecipe,
+    Operation,
+    build_referrer,
+    keep_derivation,
+    list_statements,
+    read_derivation,
+)
 from clowder_aimage.trust.signer import KeySigner
+from clowder_aimage.trust.simple_signing import build_signature_tag
+from clowder_aimage.trust.statement import COSIGN_SIGN, build_cosign_statement
 from tests.node.nodes import TOKEN, Node
 from tests.registry_app import RegistryThread
+from tests.store import copy_store
 from tests.trust.key_files import (
     DAY,
     NOW,
@@ -734,3 +749,279 @@ def test_all_registries_of_a_model_share_the_deadline(
         machine.read(f"{HOST}/team/x0:v1")
     assert len(searched) == 1
     is_over.set()
+
+
+# A statement of a derivation
+
+
+def derive(machine: Machine, subject: Descriptor) -> tuple[Manifest, Manifest]:
+    """Store a statement about a manifest, and an AImage with the type of one, under names."""
+    recipe = DerivationRecipe(Operation.CAST, dtype="f16")
+    derivation = Derivation(Digest("sha256", "a" * 64), recipe, "round-v1")
+    honest, payload = build_referrer(derivation, subject)
+    machine.push(honest.layers[0].media_type, payload)
+    machine.push(mediatype.OCI_EMPTY, EMPTY)
+    layer = machine.push(mediatype.AIMAGE_FILE, b"unsigned weights").to_json()
+    layer["annotations"] = {mediatype.NAME: "a"}
+    posing = Manifest.build(
+        {
+            "schemaVersion": 2,
+            "mediaType": mediatype.OCI_MANIFEST,
+            "artifactType": lineage.TYPE,
+            "config": machine.push(mediatype.AIMAGE_CONFIG, b"{ }").to_json(),
+            "layers": [honest.layers[0].to_json(), layer],
+            "subject": subject.to_json(),
+        }
+    )
+    for manifest in (honest, posing):
+        name = f"{NAME.removesuffix(':v1')}@{manifest.digest}"
+        machine.write_document(name, manifest.media_type, manifest.raw)
+    return honest, posing
+
+
+def test_a_statement_is_one_by_its_content(machine: Machine) -> None:
+    honest, posing = derive(machine, machine.create())
+    machine.enforce("*")
+    machine.store.open(honest.descriptor).close()
+    document = json.loads(honest.raw)
+    config, (layer,) = document["config"], document["layers"]
+    changes: list[dict[str, Any]] = [
+        {"artifactType": mediatype.AIMAGE_MANIFEST},
+        {"config": machine.push(mediatype.AIMAGE_CONFIG, b"{ }").to_json()},
+        {"config": config | {"digest": layer["digest"]}},
+        {"layers": [layer, layer]},
+        {"layers": []},
+        {"layers": [layer | {"mediaType": mediatype.AIMAGE_FILE}]},
+        {"layers": [layer | {"size": lineage.MAX_STATEMENT + 1}]},
+    ]
+    others = [Manifest.build(document | change) for change in changes]
+    for manifest in (posing, *others):
+        machine.write_document(NAME, manifest.media_type, manifest.raw)
+        with pytest.raises(SignatureError):
+            machine.store.open(manifest.descriptor)
+
+
+def test_a_model_with_the_type_of_a_statement_is_not_copied(machine: Machine) -> None:
+    GATES.clear()
+    machine.create("team/x:v1")
+    machine.sign("team/x:v1")
+    honest, posing = derive(machine, machine.store.resolve(Reference.parse("team/x:v1")))
+    for manifest in (honest, posing):
+        name = f"team/x@{manifest.digest}"
+        machine.write_document(name, manifest.media_type, manifest.raw)
+    target_store = ImageLayout(machine.home / "target")
+    options = ClientOptions(docker_config=machine.home)
+    with serving_stores(machine.store, target_store) as (first, second):
+        machine.enforce(f"{first}/*", offline=False)
+        machine.use_policy()
+        source, target = (Reference.parse(f"{host}/team/x:v1") for host in (first, second))
+        transfer(source, target, options)
+    assert target_store.exists(honest.descriptor)
+    assert not target_store.exists(posing.descriptor)
+    assert not target_store.exists(posing.layers[-1])
+
+
+# The default registry
+
+
+def test_the_default_registry_is_a_part_of_names(machine: Machine) -> None:
+    GATES.clear()
+    content = machine.create("team/x:v1")
+    short, store = Reference.parse("x:v1"), ImageLayout(machine.home / "pulled")
+    with serving_stores(machine.store) as (host,):
+        options = ClientOptions(docker_config=machine.home, default_registry=f"{host}/team")
+        pull(short, store, options)
+    # For a policy that comes later
+    assert store.list_origins(content.digest) == {f"{host}/team/x"}
+    machine.enforce(f"{host}/team/*")
+    machine.use_policy()
+    with pytest.raises(SignatureError):
+        read_aimage(store, short)
+
+
+def test_the_aimage_of_a_mountable_image_is_judged_by_the_whole_name(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, small_store: Path
+) -> None:
+    asked = list[str]()
+    monkeypatch.setattr(
+        PolicyGate, "admit_remote", lambda _, __, reference, *args: asked.append(reference.name)
+    )
+    GATES.clear()
+    copy_store(small_store, machine.store.root)
+    with serving_stores(ImageLayout(machine.home / "served")) as (host,):
+        name = f"{host}/team/x:v1"
+        machine.store.tag(machine.store.resolve(Reference.parse("small")), Reference.parse(name))
+        options = ClientOptions(docker_config=machine.home, default_registry=f"{host}/team")
+        push(machine.store, Reference.parse(name), options, dialect=MOUNTABLE)
+        machine.enforce("other/*")
+        machine.use_policy()
+        short = Reference.parse("x:v1")
+        pull(short, ImageLayout(machine.home / "pulled"), options)
+        resolve_changed(short, options, None)
+    # The index, the image and the AImage, by each
+    assert set(asked) == {f"{host}/team/x"}
+
+
+@pytest.mark.parametrize("kind", ["statement", "tag"])
+def test_what_is_named_as_a_signature_is_not_saved_past_the_policy(
+    machine: Machine, kind: str
+) -> None:
+    GATES.clear()
+    content = machine.create()
+    machine.sign()
+    honest, posing = derive(machine, content)
+    if kind == "tag":
+        # That of older signatures
+        posing = Manifest.build({**json.loads(posing.raw), "artifactType": ""})
+        name = f"{HOST}/team/x:{build_signature_tag(content.digest)}"
+        machine.write_document(name, posing.media_type, posing.raw)
+    machine.enforce("*")
+    machine.use_policy()
+    saved = save(machine.store, [Reference.parse(NAME)], machine.home / "saved.tar")
+    data = (machine.home / "saved.tar").read_bytes()
+    assert len(saved.names) == 3 and honest.digest.encoded.encode() in data
+    assert posing.digest.encoded.encode() not in data and b"unsigned weights" not in data
+
+
+# What indexes list
+
+
+def write_index(machine: Machine, name: str, *children: Descriptor) -> Descriptor:
+    document = {"schemaVersion": 2, "mediaType": mediatype.OCI_INDEX}
+    raw = encode(document | {"manifests": [child.to_json() for child in children]})
+    return machine.write_document(name, mediatype.OCI_INDEX, raw)
+
+
+@pytest.mark.parametrize("loss", ["removed", "moved", "renamed"])
+def test_the_name_of_a_removed_index_counts_for_its_manifests(machine: Machine, loss: str) -> None:
+    GATES.clear()
+    content, name = machine.create("mine:v1"), Reference.parse(NAME)
+    missing = Descriptor.of(mediatype.OCI_MANIFEST, b"of another platform")
+    inner = write_index(machine, "inner:v1", missing, content)
+    machine.store.untag(Reference.parse("inner:v1"))
+    index = write_index(machine, NAME, missing, inner)
+    if loss == "moved":
+        machine.store.tag(machine.create("newer:v1", b"newer weights"), name)
+    elif loss == "renamed":
+        # Its earlier names are its manifests', too
+        machine.store.tag(index, Reference.parse("other:v1"))
+        machine.store.untag(name)
+        machine.store.untag(Reference.parse("other:v1"))
+    else:
+        machine.store.untag(name)
+    assert f"{HOST}/team/x" in machine.store.list_origins(content.digest)
+    machine.use_policy()
+    machine.enforce()
+    with pytest.raises(SignatureError):
+        read_aimage(machine.store, MINE)
+
+
+def test_the_origins_of_a_removed_index_count_for_its_manifests(machine: Machine) -> None:
+    content = machine.create("mine:v1")
+    index = write_index(machine, "x:v1", content)
+    # As a pull with a default registry records it
+    machine.store.add_origins(index.digest, [NAME])
+    machine.store.untag(Reference.parse("x:v1"))
+    assert machine.store.list_origins(content.digest) == {f"{HOST}/team/x", "x"}
+
+
+def test_an_index_that_is_nested_too_deep_hides_no_other_manifest(machine: Machine) -> None:
+    content = machine.create("mine:v1")
+    deep = write_index(machine, "deep:v1", content)
+    for _ in range(MAX_DEPTH + 1):
+        deep = write_index(machine, "deep:v1", deep)
+    write_index(machine, NAME, deep, content)
+    machine.store.untag(Reference.parse("deep:v1"))
+    machine.enforce()
+    with pytest.raises(SignatureError):
+        read_aimage(machine.store, MINE)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_signed_index_in_the_store_admits_its_manifests_in_any_order(
+    machine: Machine, is_first: bool
+) -> None:
+    content = machine.create(f"{HOST}/team/own:v1")
+    index = write_index(machine, NAME, content)
+    bundle = sign_with(create_signer("signer"), Format.BUNDLE)(build_cosign_statement(index.digest))
+    with unchecked():
+        # The index alone is signed.
+        _attach_bundle(machine.store, Reference.parse(NAME), index, bundle, COSIGN_SIGN)
+    unsigned = machine.create(f"{HOST}/team/unsigned:v1", b"other weights")
+    machine.enforce()
+    contents = [content, index] if is_first else [index, content]
+    for each in contents:
+        machine.store.open(each).close()
+    machine.read(f"{HOST}/team/own:v1")
+    with pytest.raises(SignatureError):
+        machine.store.open(unsigned)
+
+
+def test_a_server_under_a_policy_lists_and_gives_out_statements(machine: Machine) -> None:
+    content = machine.create("team/x:v1")
+    recipe = DerivationRecipe(Operation.CAST, dtype="f16")
+    derivation = Derivation(Digest("sha256", "a" * 64), recipe, "round-v1")
+    with machine.store.lease() as lease:
+        keep_derivation(machine.store, lease, content, derivation)
+    machine.sign("team/x:v1")
+    machine.enforce("team/*")
+    options = ClientOptions(docker_config=machine.home)
+    with serving_stores(machine.store) as (host,):
+        name = Reference.parse(f"{host}/team/x:v1")
+        # The server asks, the client does not
+        with Repository(name, options) as repository:
+            (statement,) = list_statements(repository, content.digest)
+            assert read_derivation(repository, content) == derivation
+            # Of a server that has not read its manifest since it was started
+            manifest, payload = build_referrer(derivation, content)
+            assert manifest.digest == statement.digest
+            machine.use_policy()
+            with repository.open(manifest.layers[0]) as file:
+                assert file.read() == payload
+
+
+# Licences
+
+
+@pytest.mark.parametrize("text", ["NOASSERTION", "none", " ", ""])
+def test_an_annotation_that_states_nothing_leaves_the_licence_to_the_config(
+    machine: Machine, text: str
+) -> None:
+    layer = machine.push(mediatype.AIMAGE_FILE, b"weights").to_json()
+    layer["annotations"] = {mediatype.NAME: "a"}
+    config = machine.push(mediatype.AIMAGE_CONFIG, encode({"license": "MIT"}))
+    document = {
+        "schemaVersion": 2,
+        "mediaType": mediatype.OCI_MANIFEST,
+        "artifactType": mediatype.AIMAGE_MANIFEST,
+        "config": config.to_json(),
+        "layers": [layer],
+        "annotations": {mediatype.LICENSES: text},
+    }
+    machine.write_document(NAME, mediatype.OCI_MANIFEST, encode(document))
+    machine.policy.write_text(json.dumps({"licenses": {"allow": ["MIT"]}}))
+    machine.read()
+    machine.policy.write_text(json.dumps({"licenses": {"allow": ["Apache-2.0"]}}))
+    with pytest.raises(LicenseError, match="MIT is not allowed"):
+        machine.read()
+
+
+# Archives
+
+
+def test_another_name_for_an_archive_lifts_no_demand_of_its_names(machine: Machine) -> None:
+    GATES.clear()
+    content = machine.create()
+    machine.store.tag(content, Reference.parse("local/x:v1"))
+    archive = machine.home / "model.tar"
+    save(machine.store, [Reference.parse("local/x:v1"), Reference.parse(NAME)], archive)
+    store = ImageLayout(machine.home / "loaded")
+    load(store, archive, MINE)
+    assert store.list_origins(content.digest) == {f"{HOST}/team/x", "local/x"}
+    machine.use_policy()
+    machine.enforce()
+    with pytest.raises(SignatureError):
+        read_aimage(store, MINE)
+    other = ImageLayout(machine.home / "other")
+    assert load(other, archive, MINE).problem
+    assert not list(other.list_tags())
