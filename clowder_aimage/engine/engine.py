@@ -566,8 +566,10 @@ class Engine:
                 self._times.observe(replace(model.key, place=0), parameters, seconds)
         except AImageError as error:
             outcome = "refused" if isinstance(error, UsageError) else "failed"
-            if isinstance(error, NoMemoryError) and isinstance(parameters, GenerateRequest):
-                # Its process frees all memory; other requests load the model again
+            lacks_memory = isinstance(error, NoMemoryError)
+            is_alone = model.served <= {request} and not request.runner.is_encoding
+            if lacks_memory and is_alone and isinstance(parameters, GenerateRequest):
+                # Its process frees all memory; the next request loads the model again
                 self._scheduler.unload(model, "memory", may_sleep=False)
             raise
         finally:
