@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -264,6 +267,27 @@ def test_an_error_of_the_device_ends_all_that_it_computes(
         turns.finish()
     assert [str(error) for error in turns.errors.values()] == ["the GPU is gone"] * 2
     assert len(_images(together, SMALL)) == 1
+
+
+def test_the_error_of_a_pass_does_not_hold_its_memory(
+    together: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is free once the error was reported, without a collection of cycles."""
+    network, alive = type(together.networks.transformer.get()), list[Any]()
+
+    def compute_one(_: Any, latents: Any, *__: Any) -> Any:
+        activations = torch.zeros_like(latents)
+        alive.append(weakref.ref(activations))
+        raise NoMemoryError("the memory of the GPU is insufficient")
+
+    monkeypatch.setattr(network, "__call__", compute_one)
+    gc.disable()
+    try:
+        with suppress(NoMemoryError):
+            _images(together, SMALL)
+        assert len(alive) == 1 and alive[0]() is None
+    finally:
+        gc.enable()
 
 
 def test_a_batch_without_memory_is_computed_in_parts_from_then_on(
