@@ -55,7 +55,6 @@ def test_a_process_measures_batches_between_requests_and_tells_its_worker(
     served = ModelProcess(io.BytesIO(), target)
 
     def measure() -> bool:
-        served._commands.put(None)
         if isinstance(is_due, Exception):
             raise is_due
         return bool(is_due)
@@ -63,6 +62,7 @@ def test_a_process_measures_batches_between_requests_and_tells_its_worker(
     pipeline = SimpleNamespace(measure_batches=measure)
     served._model = SimpleNamespace(pipeline=pipeline, batches=BatchTable({1024: 2}))
     served._defaults = object()
+    monkeypatch.setattr(served._commands, "get", lambda: None)
     assert served._take_command() is None
     target.seek(0)
     received = frame.read(target)
