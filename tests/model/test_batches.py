@@ -429,6 +429,27 @@ def test_the_table_is_measured_once_the_code_of_passes_is_compiled(
         assert not pipeline.measure_batches()
 
 
+@pytest.mark.parametrize("error", [NoMemoryError("for now"), ModelError("of the device")])
+def test_a_measurement_that_fails_is_made_again_at_the_next_load(
+    blobs: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    timed: list[int],
+    error: ModelError,
+) -> None:
+    def fail(*_: Any) -> float:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr("clowder_aimage.model.torch.library.TorchLibrary.time", fail)
+        pipeline = load(blobs, compiled=str(tmp_path))
+        pipeline.preload(SMALL)
+        assert pipeline.library.batches.limits == {} and not timed
+    pipeline = load(blobs, compiled=str(tmp_path))
+    pipeline.preload(SMALL)
+    assert pipeline.library.batches.limits == {32**2: 2}
+
+
 def test_a_model_whose_networks_are_released_has_no_batches(together: Any) -> None:
     together.set_memory("release", None)
     together.preload(SMALL)

@@ -320,8 +320,8 @@ class TorchLibrary:
         if known is not None:
             self.batches = known
         elif time_passes is not None:
-            self.batches = measure_table(time_passes)
-            if file is not None:
+            self.batches, is_final = measure_table(time_passes)
+            if file is not None and is_final:
                 file.write(key, self.batches)
         return known is not None or time_passes is not None
 
