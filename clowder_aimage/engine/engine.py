@@ -283,12 +283,21 @@ class Engine:
             remaining = request.estimate_remaining(timestamp, self._get_mean(request))
             if total is None or remaining is None:
                 return None
-            # Pictures that are computed at once end together
-            served = request.model.served if request.is_begun and request.model else ()
-            total += remaining / (self.limits.parallel if request.is_text else max(1, len(served)))
+            total += remaining / self._count_beside(request)
             if request.is_begun:
                 at_work.add(request.model)
         return None if total is None else total / max(1, len(at_work))
+
+    def _count_beside(self, request: QueuedRequest) -> int:
+        """Return how many requests like this one are computed at once, and end together."""
+        model, key = request.model, request.batch
+        if request.is_text:
+            return self.limits.parallel
+        if request.is_begun and model is not None:
+            return max(1, len(model.served))
+        if model is None or model.runner is None or key is None:
+            return 1
+        return max(1, model.runner.batches.get_limit(key.width * key.height) // key.passes)
 
     def _get_mean(self, request: QueuedRequest) -> float | None:
         """Return the mean seconds of requests like this one; None if none was measured."""

@@ -166,6 +166,25 @@ def test_a_client_that_leaves_ends_its_request_alone(
     begin(store, play)
 
 
+def test_the_estimated_wait_counts_those_that_will_be_computed_at_once(
+    store: LayeredStore, runner: type[BatchRunner]
+) -> None:
+    async def play(engine: Any) -> None:
+        await served(engine, job(seed=100, **SMALL))
+        (model,) = engine.list_loaded()
+        model.runner.is_running.clear()
+        for pace in engine._paces.values():
+            pace.seconds = 10.0
+        engine._times.estimate = lambda *_: 10.0
+        clients = [Client(engine, job(seed=seed, **SMALL)) for seed in range(12)]
+        await until_async(lambda: len(engine._scheduler._queue) == 8)
+        # Four are served, and two batches of four wait
+        assert engine.estimate_wait() == 30.0
+        await finish(engine, clients)
+
+    played(store, play, queue=20, clock=lambda: 0.0)
+
+
 def test_a_lack_of_memory_ends_the_process_only_if_it_serves_no_others(
     store: LayeredStore, runner: type[BatchRunner]
 ) -> None:
