@@ -605,6 +605,8 @@ class Engine:
     ) -> Emit:
         """Return a function that counts the events of pictures and passes them on."""
         started = previous = self._clock()
+        # The index of the last step
+        last = 0
         # When the last step of a picture ended
         finished: dict[int, float] = {}
         measured = self._times.estimate(replace(model.key, place=0), parameters)
@@ -617,7 +619,7 @@ class Engine:
         limit(measured)
 
         def on_event(event: Event) -> None:
-            nonlocal previous
+            nonlocal previous, last
             timestamp = self._clock()
             if isinstance(event, StartedEvent):
                 model.loras = parameters.adapters.loras
@@ -626,7 +628,10 @@ class Engine:
                 return
             elif isinstance(event, Step):
                 finished[event.picture] = timestamp
-                self.metrics.steps.observe(timestamp - previous)
+                # Pictures that are computed at once end a step together
+                if event.index != last or event.total == 1:
+                    self.metrics.steps.observe(timestamp - previous)
+                last = event.index
                 request.count_step(event, timestamp - started, parameters.output.n)
                 limit(max(measured, request.seconds))
             elif isinstance(event, ImageEvent):

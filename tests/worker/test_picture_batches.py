@@ -185,6 +185,27 @@ def test_the_estimated_wait_counts_those_that_will_be_computed_at_once(
     played(store, play, queue=20, clock=lambda: 0.0)
 
 
+def test_a_step_of_pictures_that_are_computed_at_once_is_counted_once(
+    store: LayeredStore, runner: type[BatchRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def generate(*arguments: Any) -> None:
+        on_event = arguments[-1]
+        on_event(StartedEvent())
+        for index in (1, 2, 3):
+            for picture in range(4):
+                on_event(Step(index, 3, picture))
+        for picture in range(4):
+            on_event(ImageEvent(b"", 1, picture, 32, 32))
+
+    monkeypatch.setattr(runner, "generate", generate)
+
+    async def play(engine: Any) -> float | None:
+        await served(engine, job(steps=3, parameters={"n": 4, **SMALL["parameters"]}))
+        return sample(engine, "aimage_generation_step_seconds_count")
+
+    assert played(store, play) == 3
+
+
 def test_a_lack_of_memory_ends_the_process_only_if_it_serves_no_others(
     store: LayeredStore, runner: type[BatchRunner]
 ) -> None:
