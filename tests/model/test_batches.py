@@ -451,6 +451,10 @@ def test_a_measurement_that_fails_is_made_again_at_the_next_load(
 
 
 def test_a_model_whose_networks_are_released_has_no_batches(together: Any) -> None:
+    """Until they have room again."""
     together.set_memory("release", None)
     together.preload(SMALL)
     assert together.library.batches.largest == 1
+    together.set_memory("auto", None)
+    together.preload(SMALL)
+    assert together.library.batches.largest == 8

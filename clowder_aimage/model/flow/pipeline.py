@@ -144,8 +144,9 @@ class FlowPipeline:
                 budget.use(stage)
             if self.library.is_warmed_up:
                 self._warm_up(request)
-                self._is_unmeasured = not self._load_batches()
-                self.measure_batches()
+            is_known = self._load_batches()
+            self._is_unmeasured = self.library.is_warmed_up and not is_known
+            self.measure_batches()
         return budget.describe(stages)
 
     def measure_batches(self) -> bool:

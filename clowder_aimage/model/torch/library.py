@@ -307,6 +307,8 @@ class TorchLibrary:
     def load_batches(
         self, model: object, time_passes: Callable[[int, int], float] | None = None
     ) -> bool:
+        # Without room for its networks, there were none
+        self.batches = BatchTable.of_count(self.tuning.batch or 1)
         if self.tuning.batch is not None or self.tuning.reproducible:
             return True
         file = None
