@@ -283,12 +283,21 @@ class Engine:
             remaining = request.estimate_remaining(timestamp, self._get_mean(request))
             if total is None or remaining is None:
                 return None
-            # Pictures that are computed at once end together
-            served = request.model.served if request.is_begun and request.model else ()
-            total += remaining / (self.limits.parallel if request.is_text else max(1, len(served)))
+            total += remaining / self._count_beside(request)
             if request.is_begun:
                 at_work.add(request.model)
         return None if total is None else total / max(1, len(at_work))
+
+    def _count_beside(self, request: QueuedRequest) -> int:
+        """Return how many requests like this one are computed at once, and end together."""
+        model, key = request.model, request.batch
+        if request.is_text:
+            return self.limits.parallel
+        if request.is_begun and model is not None:
+            return max(1, len(model.served))
+        if model is None or model.runner is None or key is None:
+            return 1
+        return max(1, model.runner.batches.get_limit(key.width * key.height) // key.passes)
 
     def _get_mean(self, request: QueuedRequest) -> float | None:
         """Return the mean seconds of requests like this one; None if none was measured."""
@@ -566,8 +575,10 @@ class Engine:
                 self._times.observe(replace(model.key, place=0), parameters, seconds)
         except AImageError as error:
             outcome = "refused" if isinstance(error, UsageError) else "failed"
-            if isinstance(error, NoMemoryError) and isinstance(parameters, GenerateRequest):
-                # Its process frees all memory; other requests load the model again
+            lacks_memory = isinstance(error, NoMemoryError)
+            is_alone = model.served <= {request} and not request.runner.is_encoding
+            if lacks_memory and is_alone and isinstance(parameters, GenerateRequest):
+                # Its process frees all memory; the next request loads the model again
                 self._scheduler.unload(model, "memory", may_sleep=False)
             raise
         finally:
@@ -594,6 +605,8 @@ class Engine:
     ) -> Emit:
         """Return a function that counts the events of pictures and passes them on."""
         started = previous = self._clock()
+        # The index of the last step
+        last = 0
         # When the last step of a picture ended
         finished: dict[int, float] = {}
         measured = self._times.estimate(replace(model.key, place=0), parameters)
@@ -606,7 +619,7 @@ class Engine:
         limit(measured)
 
         def on_event(event: Event) -> None:
-            nonlocal previous
+            nonlocal previous, last
             timestamp = self._clock()
             if isinstance(event, StartedEvent):
                 model.loras = parameters.adapters.loras
@@ -615,7 +628,10 @@ class Engine:
                 return
             elif isinstance(event, Step):
                 finished[event.picture] = timestamp
-                self.metrics.steps.observe(timestamp - previous)
+                # Pictures that are computed at once end a step together
+                if event.index != last or event.total == 1:
+                    self.metrics.steps.observe(timestamp - previous)
+                last = event.index
                 request.count_step(event, timestamp - started, parameters.output.n)
                 limit(max(measured, request.seconds))
             elif isinstance(event, ImageEvent):

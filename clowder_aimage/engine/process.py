@@ -120,7 +120,26 @@ class ModelProcess:
         """Return the next command, after turns of the open requests; None at the end."""
         while self._is_busy and not self._is_stuck and self._commands.empty():
             self._take_turns()
+        if self._commands.empty():
+            self._measure_batches()
         return self._commands.get()
+
+    def _measure_batches(self) -> None:
+        """Measure how many passes are computed at once, if that is due.
+
+        A request that arrives meanwhile waits for seconds, once for a model and a device.
+        """
+        # Only of a pipeline
+        if self._defaults is None:
+            return
+        try:
+            if self._model.pipeline.measure_batches():
+                self._send("batches", batches=self._model.batches.to_json())
+        except BrokenPipeError:
+            raise
+        except Exception as error:
+            # Pictures can be computed alone
+            _log_error("batches cannot be measured", error)
 
     @property
     def _is_busy(self) -> bool:

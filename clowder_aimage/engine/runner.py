@@ -147,11 +147,14 @@ class Runner:
     def _set_loaded(self, message: frame.Message, reference: str) -> None:
         self.device, self.dtype = message["device"], message["dtype"]
         self.size, self.context = message["bytes"], message.get("context", 0)
-        self.batches = BatchTable.parse(message.get("batches", []))
-        self.parallel = message.get("parallel", self.batches.largest)
+        self._set_batches(message)
         self.total = message.get("total", 0)
         self.is_discrete = message.get("discrete", False)
         _log.debug("memory", extra={"model": reference, "plan": message["memory"]})
+
+    def _set_batches(self, message: frame.Message) -> None:
+        self.batches = BatchTable.parse(message.get("batches", []))
+        self.parallel = message.get("parallel", self.batches.largest)
 
     async def sleep(self, room: int) -> bool:
         """Let the model leave its device; ``room`` bytes of the machine may have copies.
@@ -317,8 +320,11 @@ class Runner:
     def _track(self, message: frame.Message) -> bool:
         """Note which request the process prepares; return True if the frame says that only.
 
-        Also note that a request was computed.
+        Also note that a request was computed, and a measured table of batches.
         """
+        if message["is"] == "batches":
+            self._set_batches(message)
+            return True
         if message["is"] == "computed" and message["id"] in self._replies:
             self._computed.add(message["id"])
         is_opening = bool(message["is"] == "opening")

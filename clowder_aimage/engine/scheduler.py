@@ -656,7 +656,9 @@ class ModelScheduler:
 
     async def _put_to_sleep(self, model: ModelSlot, runner: Runner) -> None:
         """Let a model leave its GPU; of too many that sleep, the one used least recently ends."""
-        if not await runner.sleep((self._free() or 0) // 2):
+        # Elsewhere the files of the weights are in the same memory
+        room = (self._free() or 0) // 2 if runner.is_discrete else 0
+        if not await runner.sleep(room):
             model.sleeper = None
             await runner.stop()
         asleep = [each for each in self.models if each.sleeper is not None]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from clowder_aimage.errors import NoMemoryError, UsageError
+from clowder_aimage.errors import ModelError, NoMemoryError, UsageError
 
 # Sides of the pictures that are measured, and the numbers of passes; smaller ones gain as much
 SIDES = (512, 768, 1024)
@@ -91,13 +91,14 @@ def measure_table(
     time_passes: Callable[[int, int], float],
     sides: Iterable[int] = SIDES,
     counts: Iterable[int] = COUNTS,
-) -> BatchTable:
+) -> tuple[BatchTable, bool]:
     """Return the table that follows from the seconds of ``count`` passes for pictures of a side.
 
-    ``time_passes`` may raise NoMemoryError, or UsageError for a side. Larger pictures than those
-    that do not gain are not measured.
+    And True if it is final: the device did not fail, nor lack memory, perhaps for a while.
+    ``time_passes`` may raise ModelError, or UsageError for a side. Larger pictures than those that
+    do not gain are not measured.
     """
-    table = BatchTable()
+    table, is_final = BatchTable(), True
     for side in sides:
         best = 1
         try:
@@ -107,9 +108,14 @@ def measure_table(
                 if seconds > _SHARE * each:
                     break
                 best, each = count, seconds
-        except (NoMemoryError, UsageError):
+        except NoMemoryError:
+            # Another program may have the memory now
+            is_final = False
+        except ModelError:
+            return BatchTable(), False
+        except UsageError:
             pass
         if best == 1:
             break
         table.limits[side * side] = best
-    return table
+    return table, is_final

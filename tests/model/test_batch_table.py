@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from clowder_aimage.engine.settings import Settings
-from clowder_aimage.errors import NoMemoryError, UsageError
+from clowder_aimage.errors import ModelError, NoMemoryError, UsageError
 from clowder_aimage.model.batch_table import BatchTable, measure_table, parse_batch
 from clowder_aimage.model.library_choice import MLX, TORCH, TorchTuning
 
@@ -21,7 +21,8 @@ def test_the_table_follows_from_the_times_of_the_device() -> None:
         timed.append((side, count))
         return count * H100[side][(1, 2, 4, 8).index(count)] / 1000
 
-    table = measure_table(time_passes)
+    table, is_final = measure_table(time_passes)
+    assert is_final
     assert table.limits == {512**2: 4}
     # Larger pictures keep the device as busy as those of 768
     assert timed[-2:] == [(768, 1), (768, 2)]
@@ -30,14 +31,22 @@ def test_the_table_follows_from_the_times_of_the_device() -> None:
 
 
 def test_a_device_that_gains_nothing_or_has_no_memory_has_no_batches() -> None:
-    assert measure_table(lambda _, count: 0.93 * count).limits == {}
+    assert measure_table(lambda _, count: 0.93 * count) == (BatchTable(), True)
 
     def time_passes(side: int, count: int) -> float:
         if side * count > 2048:
             raise NoMemoryError("the memory of the GPU is insufficient")
         return 1.0
 
-    assert measure_table(time_passes).limits == {512**2: 4, 768**2: 2, 1024**2: 2}
+    table, is_final = measure_table(time_passes)
+    assert table.limits == {512**2: 4, 768**2: 2, 1024**2: 2} and not is_final
+
+    def fail(side: int, _: int) -> float:
+        if side > 512:
+            raise ModelError("the attention backend cannot compute this model")
+        return 1.0
+
+    assert measure_table(fail) == (BatchTable(), False)
     assert BatchTable().largest == 1
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -266,6 +269,27 @@ def test_an_error_of_the_device_ends_all_that_it_computes(
     assert len(_images(together, SMALL)) == 1
 
 
+def test_the_error_of_a_pass_does_not_hold_its_memory(
+    together: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is free once the error was reported, without a collection of cycles."""
+    network, alive = type(together.networks.transformer.get()), list[Any]()
+
+    def compute_one(_: Any, latents: Any, *__: Any) -> Any:
+        activations = torch.zeros_like(latents)
+        alive.append(weakref.ref(activations))
+        raise NoMemoryError("the memory of the GPU is insufficient")
+
+    monkeypatch.setattr(network, "__call__", compute_one)
+    gc.disable()
+    try:
+        with suppress(NoMemoryError):
+            _images(together, SMALL)
+        assert len(alive) == 1 and alive[0]() is None
+    finally:
+        gc.enable()
+
+
 def test_a_batch_without_memory_is_computed_in_parts_from_then_on(
     alone: Any, together: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -336,17 +360,16 @@ def test_only_the_last_step_of_pictures_with_a_cache_is_computed_at_once(
     compare(alone, made, requests)
 
 
-def test_the_table_is_measured_once_for_a_device(
-    blobs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Kept beside compiled code; a file that is damaged is measured again."""
+@pytest.fixture
+def timed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Let a GPU be imitated, whose passes all take a second; return a list of measurements."""
     from clowder_aimage.model.torch.library import TorchLibrary
 
-    timed: list[int] = []
+    measured: list[int] = []
 
     def time_work(_: Any, work: Any) -> float:
         work()
-        timed.append(1)
+        measured.append(1)
         return 1.0
 
     monkeypatch.setattr(TorchLibrary, "is_warmed_up", True)
@@ -354,6 +377,13 @@ def test_the_table_is_measured_once_for_a_device(
     monkeypatch.setattr(
         "clowder_aimage.model.batch_table.measure_table.__defaults__", ((32,), (2,))
     )
+    return measured
+
+
+def test_the_table_is_measured_once_for_a_device(
+    blobs: Any, tmp_path: Path, timed: list[int]
+) -> None:
+    """Kept beside compiled code; a file that is damaged is measured again."""
     counts = []
     for damage in (None, None, b"{", b'{"x": 1}'):
         if damage is not None:
@@ -371,7 +401,60 @@ def test_the_table_is_measured_once_for_a_device(
         assert pipeline.library.batches.largest == options.get("batch", 1)
 
 
+def test_the_table_is_measured_once_the_code_of_passes_is_compiled(
+    blobs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, timed: list[int]
+) -> None:
+    """Not while some run as they are, and others are compiled beside them."""
+    from clowder_aimage.model.torch import compiler, library
+
+    monkeypatch.setattr(library, "check_compiler", lambda _: None)
+    monkeypatch.setattr(library, "keep_compiled", lambda *_: None)
+    monkeypatch.setattr(compiler.CompiledForm, "_warm", lambda *_: None)
+    monkeypatch.setattr(compiler, "_compile", lambda: compiler.call_block)
+    pipeline = load(blobs, compiled=str(tmp_path), compile="background")
+    pipeline.preload(SMALL)
+    form = pipeline.networks.transformer.get().blocks.form
+    assert not pipeline.measure_batches() and len(form._begun) == 1
+    form._ready |= form._begun
+    assert not pipeline.measure_batches() and len(form._begun) == 2
+    assert not timed and pipeline.library.batches.largest == 1
+    form._ready |= form._begun
+    assert pipeline.measure_batches() and not pipeline.measure_batches()
+    assert len(timed) == 2 and pipeline.library.batches.limits == {32**2: 2}
+    # The same form in another mode, and another form
+    for compile_mode, count in (("background", 2), ("now", 2), ("never", 4)):
+        pipeline = load(blobs, compiled=str(tmp_path), compile=compile_mode)
+        pipeline.preload(SMALL)
+        assert len(timed) == count and pipeline.library.batches.limits == {32**2: 2}
+        assert not pipeline.measure_batches()
+
+
+@pytest.mark.parametrize("error", [NoMemoryError("for now"), ModelError("of the device")])
+def test_a_measurement_that_fails_is_made_again_at_the_next_load(
+    blobs: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    timed: list[int],
+    error: ModelError,
+) -> None:
+    def fail(*_: Any) -> float:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr("clowder_aimage.model.torch.library.TorchLibrary.time", fail)
+        pipeline = load(blobs, compiled=str(tmp_path))
+        pipeline.preload(SMALL)
+        assert pipeline.library.batches.limits == {} and not timed
+    pipeline = load(blobs, compiled=str(tmp_path))
+    pipeline.preload(SMALL)
+    assert pipeline.library.batches.limits == {32**2: 2}
+
+
 def test_a_model_whose_networks_are_released_has_no_batches(together: Any) -> None:
+    """Until they have room again."""
     together.set_memory("release", None)
     together.preload(SMALL)
     assert together.library.batches.largest == 1
+    together.set_memory("auto", None)
+    together.preload(SMALL)
+    assert together.library.batches.largest == 8

@@ -15,7 +15,7 @@ from clowder_aimage.engine import scheduler
 from clowder_aimage.engine.admission import GUILTY, INNOCENT, SUSPECT, DiedError
 from clowder_aimage.engine.event import Event, ImageEvent, StartedEvent
 from clowder_aimage.engine.queued_request import BatchKey
-from clowder_aimage.errors import ModelError
+from clowder_aimage.errors import AImageError, NoMemoryError
 from clowder_aimage.generation.request import GenerateRequest
 from clowder_aimage.layout.layered_store import LayeredStore
 from clowder_aimage.model.batch_table import BatchTable
@@ -40,7 +40,7 @@ class BatchRunner(FakeRunner):
     begun: ClassVar[list[int]] = []
     open: ClassVar[set[int]] = set()
     most: ClassVar[list[int]] = []
-    errors: ClassVar[dict[int, list[ModelError]]] = {}
+    errors: ClassVar[dict[int, list[AImageError]]] = {}
 
     async def generate(
         self,
@@ -162,6 +162,74 @@ def test_a_client_that_leaves_ends_its_request_alone(
         clients[1] = await ask(3, **SMALL)
         assert runner.open == {0, 2, 3}
         await finish(engine, clients)
+
+    begin(store, play)
+
+
+def test_the_estimated_wait_counts_those_that_will_be_computed_at_once(
+    store: LayeredStore, runner: type[BatchRunner]
+) -> None:
+    async def play(engine: Any) -> None:
+        await served(engine, job(seed=100, **SMALL))
+        (model,) = engine.list_loaded()
+        model.runner.is_running.clear()
+        for pace in engine._paces.values():
+            pace.seconds = 10.0
+        engine._times.estimate = lambda *_: 10.0
+        clients = [Client(engine, job(seed=seed, **SMALL)) for seed in range(12)]
+        await until_async(lambda: len(engine._scheduler._queue) == 8)
+        # Four are served, and two batches of four wait
+        assert engine.estimate_wait() == 30.0
+        await finish(engine, clients)
+
+    played(store, play, queue=20, clock=lambda: 0.0)
+
+
+def test_a_step_of_pictures_that_are_computed_at_once_is_counted_once(
+    store: LayeredStore, runner: type[BatchRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def generate(*arguments: Any) -> None:
+        on_event = arguments[-1]
+        on_event(StartedEvent())
+        for index in (1, 2, 3):
+            for picture in range(4):
+                on_event(Step(index, 3, picture))
+        for picture in range(4):
+            on_event(ImageEvent(b"", 1, picture, 32, 32))
+
+    monkeypatch.setattr(runner, "generate", generate)
+
+    async def play(engine: Any) -> float | None:
+        await served(engine, job(steps=3, parameters={"n": 4, **SMALL["parameters"]}))
+        return sample(engine, "aimage_generation_step_seconds_count")
+
+    assert played(store, play) == 3
+
+
+def test_a_lack_of_memory_ends_the_process_only_if_it_serves_no_others(
+    store: LayeredStore, runner: type[BatchRunner]
+) -> None:
+    def lack(seed: int) -> None:
+        runner.errors[seed] = [NoMemoryError("the memory of the GPU is insufficient")]
+
+    async def play(engine: Any, ask: Any) -> None:
+        loaded = engine.list_loaded()
+        clients = [await ask(1, **SMALL)]
+        lack(2)
+        with pytest.raises(NoMemoryError):
+            await (await ask(2, **SMALL)).result()
+        assert engine.list_loaded() == loaded
+        await finish(engine, clients)
+        loaded[0].runner.is_encoding = True
+        lack(3)
+        with pytest.raises(NoMemoryError):
+            await served(engine, job(seed=3, **SMALL))
+        assert engine.list_loaded() == loaded
+        loaded[0].runner.is_encoding = False
+        lack(4)
+        with pytest.raises(NoMemoryError):
+            await served(engine, job(seed=4, **SMALL))
+        assert not engine.list_loaded()
 
     begin(store, play)
 

@@ -14,8 +14,10 @@ import pytest
 
 from clowder_aimage.engine import frame, machine, process
 from clowder_aimage.engine.process import ModelProcess
+from clowder_aimage.engine.runner import Runner
 from clowder_aimage.errors import ModelError, StuckError
 from clowder_aimage.layout.layered_store import LayeredStore
+from clowder_aimage.model.batch_table import BatchTable
 from tests.process import PROGRAM, run
 
 COMMAND = frame.encode({"do": "generate", "id": 1}) + frame.encode({"do": "generate", "id": 2})
@@ -41,6 +43,35 @@ def test_a_process_with_a_thread_that_does_not_end_exits(monkeypatch: pytest.Mon
     (reply,) = replies(StuckError("it takes longer"), monkeypatch)
     assert (reply["kind"], reply["message"]) == ("StuckError", "it takes longer")
     assert len(replies(ModelError("no"), monkeypatch)) == 2
+
+
+@pytest.mark.parametrize("is_due", [True, False, ValueError("no")])
+def test_a_process_measures_batches_between_requests_and_tells_its_worker(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_due: Any
+) -> None:
+    """An error leaves pictures to be computed alone."""
+    monkeypatch.setattr(logging.getLogger("aimage.worker"), "propagate", True)
+    target = io.BytesIO()
+    served = ModelProcess(io.BytesIO(), target)
+
+    def measure() -> bool:
+        if isinstance(is_due, Exception):
+            raise is_due
+        return bool(is_due)
+
+    pipeline = SimpleNamespace(measure_batches=measure)
+    served._model = SimpleNamespace(pipeline=pipeline, batches=BatchTable({1024: 2}))
+    served._defaults = object()
+    monkeypatch.setattr(served._commands, "get", lambda: None)
+    assert served._take_command() is None
+    target.seek(0)
+    received = frame.read(target)
+    assert (received is not None) == (is_due is True)
+    assert ("batches cannot be measured" in caplog.text) == isinstance(is_due, Exception)
+    if received is not None:
+        runner = Runner.__new__(Runner)
+        assert runner._track(received[0])
+        assert runner.batches.limits == {1024: 2} and runner.parallel == 2
 
 
 def test_an_error_is_logged_without_its_text(

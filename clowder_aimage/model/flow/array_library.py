@@ -123,10 +123,11 @@ class ArrayLibrary(Protocol):
 
     def load_batches(
         self, model: object, time_passes: Callable[[int, int], float] | None = None
-    ) -> None:
+    ) -> bool:
         """Set ``batches`` for a model, by an earlier measurement, else by ``time_passes``.
 
-        model: what tells models of other shapes apart. time_passes: as of ``measure_table``.
+        model: what tells models of other shapes or types apart. time_passes: as of
+        ``measure_table``. Returns False if they have yet to be measured.
         """
         ...
 

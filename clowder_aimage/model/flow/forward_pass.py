@@ -58,6 +58,11 @@ class StepPasses:
     error: Exception | None = None
 
     def check(self) -> None:
-        """Raise the error of a pass."""
-        if self.error is not None:
-            raise self.error
+        """Raise the error of a pass, once."""
+        error, self.error = self.error, None
+        try:
+            if error is not None:
+                raise error
+        finally:
+            # Its traceback would refer to itself, and hold the memory of the pass
+            del error

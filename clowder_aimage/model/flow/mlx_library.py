@@ -106,9 +106,11 @@ class MlxLibrary:
         return time.perf_counter() - begun
 
     def load_batches(
-        self, model: object, time_passes: Callable[[int, int], float] | None = None
-    ) -> None:
-        """Do nothing: pictures are computed one after another."""
+        self,
+        model: object,  # noqa: ARG002 - pictures are computed one after another
+        time_passes: Callable[[int, int], float] | None = None,  # noqa: ARG002
+    ) -> bool:
+        return True
 
     def pace(self) -> None:
         """Do nothing: numbers that are held have been computed."""

@@ -94,13 +94,10 @@ class PassComputer:
         if module.adaptation is not None:
             module.adaptation.use(step.adapters)
         # It may have been released since the last step
-        transformer = module.get()
+        module.get()
         library.forms.clear()
         with self._networks.budget.measure(step.stage, step.pixels):
-            typed = library.to_array(each.latents)
-            inputs = typed, each.time, each.caption, each.inputs, each.cache
-            velocity = self._family.predict_velocity(transformer, *inputs)
-            each.velocity = library.hold(velocity)
+            self.predict([each])
         step.record.add(1, library.forms)
 
     def _compute_together(self, rows: Sequence[Row]) -> None:
@@ -119,9 +116,14 @@ class PassComputer:
 
     def predict(self, passes: Sequence[ForwardPass]) -> None:
         """Compute passes at once, with the adapters that the transformer has."""
-        library = self._networks.library
+        library, transformer = self._networks.library, self._networks.transformer.get()
+        if len(passes) == 1:
+            (only,) = passes
+            typed = library.to_array(only.latents)
+            parts = typed, only.time, only.caption, only.inputs, only.cache
+            only.velocity = library.hold(self._family.predict_velocity(transformer, *parts))
+            return
         inputs = [(library.to_array(each.latents), each.time, each.caption) for each in passes]
-        transformer = self._networks.transformer.get()
         velocities = self._family.predict_velocities(transformer, inputs)
         for each, velocity in zip(passes, velocities, strict=True):
             each.velocity = library.hold(velocity)

@@ -69,6 +69,8 @@ class FlowPipeline:
         self.pictures = PictureEncoder(networks, family.normalize)
         self.denoiser = Denoiser(family, networks)
         self.passes = PassComputer(family, networks)
+        # The table of batches is measured once the code of passes is compiled
+        self._is_unmeasured = False
 
     @property
     def library(self) -> ArrayLibrary:
@@ -131,22 +133,44 @@ class FlowPipeline:
         Returns a description of the networks that stay. Raises as ``ModelWeights.apply`` does.
         """
         stages, budget = self._list_all_stages(request), self.networks.budget
+        self._is_unmeasured = False
         if not budget.keeps(stages):
             # Pictures in turns would load networks again and again
             self.library.batches = BatchTable()
         elif budget.is_last:
-            self.library.load_batches(self.family.transformer)
+            self._load_batches()
         else:
             for stage in stages:
                 budget.use(stage)
             if self.library.is_warmed_up:
                 self._warm_up(request)
-                self.library.load_batches(self.family.transformer, self._time_passes)
+            is_known = self._load_batches()
+            self._is_unmeasured = self.library.is_warmed_up and not is_known
+            self.measure_batches()
         return budget.describe(stages)
+
+    def measure_batches(self) -> bool:
+        """Measure how many passes to compute at once, if that is due, while no picture is made.
+
+        It is once the code of passes is compiled; the form of passes would change otherwise.
+        Returns True if it was measured.
+        """
+        transformer = self.networks.transformer
+        if not (self._is_unmeasured and transformer.is_loaded and transformer.get().is_settled):
+            return False
+        self._is_unmeasured = False
+        self.use_adapters(())
+        return self._load_batches(self._time_passes)
+
+    def _load_batches(self, time_passes: Callable[[int, int], float] | None = None) -> bool:
+        weights = self.networks.weights["transformer"]
+        codes = sorted({str(weights.get_code_type(name)) for name in weights})
+        return self.library.load_batches(f"{self.family.transformer} {codes}", time_passes)
 
     def sleep(self) -> None:
         """Release all that the device has: networks, and captions. Requests load them again."""
         self.state.captions.clear()
+        self._is_unmeasured = False
         for module in self.networks.budget.modules:
             module.release()
 

@@ -146,6 +146,18 @@ class BlockRunner:
         self.select(batch)
         return self.form.is_ready(batch) or not self.form.is_ready(alone)
 
+    @property
+    def is_settled(self) -> bool:
+        """Return True if later passes, alone and in batches, have the form that they have now.
+
+        Code for them is begun to be compiled, one after the other.
+        """
+        for variant in (Variant(), Variant(is_batch=True)):
+            self.select(variant)
+            if self.is_compiled and not self.form.is_ready(variant):
+                return False
+        return True
+
     def run(
         self,
         compute: Callable[..., torch.Tensor],

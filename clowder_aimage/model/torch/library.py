@@ -25,6 +25,7 @@ from clowder_aimage.model.library_choice import (
     TorchTuning,
     choose_dtype_name,
 )
+from clowder_aimage.model.rounding import COMPILED, EAGER
 from clowder_aimage.model.torch.attention import Attention, select_attention
 from clowder_aimage.model.torch.batch_file import BatchFile
 from clowder_aimage.model.torch.compile_cache import keep_compiled, name_surroundings
@@ -305,21 +306,26 @@ class TorchLibrary:
 
     def load_batches(
         self, model: object, time_passes: Callable[[int, int], float] | None = None
-    ) -> None:
+    ) -> bool:
+        # Without room for its networks, there were none
+        self.batches = BatchTable.of_count(self.tuning.batch or 1)
         if self.tuning.batch is not None or self.tuning.reproducible:
-            return
+            return True
         file = None
         if self.tuning.compiled is not None:
             file = BatchFile(Path(self.tuning.compiled) / name_surroundings(self.device))
         # What else the times depend on
-        key = f"{model} {self.dtype_name} {replace(self.tuning, compiled=None)}"
+        form = EAGER if self.compile_mode == NEVER else COMPILED
+        tuning = replace(self.tuning, compile=None, compiled=None)
+        key = f"{model} {self.dtype_name} {form} {tuning}"
         known = None if file is None else file.read(key)
         if known is not None:
             self.batches = known
         elif time_passes is not None:
-            self.batches = measure_table(time_passes)
-            if file is not None:
+            self.batches, is_final = measure_table(time_passes)
+            if file is not None and is_final:
                 file.write(key, self.batches)
+        return known is not None or time_passes is not None
 
     def pace(self) -> None:
         previous, self._last_step = self._last_step, self._queue.mark()

@@ -57,6 +57,11 @@ class TransformerNetwork(TorchNetwork):
         """Return True unless one picture is computed faster until more code is compiled."""
         return self.blocks.is_batch_ready
 
+    @property
+    def is_settled(self) -> bool:
+        """Return True if the times of passes now are those of later ones."""
+        return self.blocks.is_settled
+
     def get_caption_key(self, caption: Caption) -> tuple[int, ...]:
         """Return what is equal in the captions of a batch: their length."""
         return (caption.tokens.shape[1],)
