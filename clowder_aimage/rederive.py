@@ -67,9 +67,10 @@ Choose = Callable[[Sequence[str]], Collection[str]]
 class RederiveOptions:
     """Options of a check.
 
-    ``choose`` returns the names to compute of the layers that the recipe changes; None computes
-    all. What needs no weights is compared of all layers. ``adapters`` are found by their digests if
-    the store lacks them. ``pull`` are the options with which a missing parent is pulled.
+    ``choose`` returns the names to compute of the layers that the recipe changes, without the files
+    that it adds; None computes all. What needs no weights is compared of all layers. ``adapters``
+    are found by their digests if the store lacks them. ``pull`` are the options with which a
+    missing parent is pulled.
     """
 
     choose: Choose | None = None
@@ -238,8 +239,9 @@ class _Check:
         plan, sources = self._plan(parent)
         computed = list_computed(plan.layers)
         if self.options.choose is not None:
-            only = self.options.choose([planned.name for planned in computed])
-            computed = [planned for planned in computed if planned.name in only]
+            # A file that the recipe adds is small, and says nothing about the tensors.
+            only = self.options.choose([planned.name for planned in computed if planned.chunks])
+            computed = [each for each in computed if not each.chunks or each.name in only]
         difference = find_structural_difference(plan.layers, self.stored.aimage)
         if difference is None:
             self.options.on_plan(sum(planned.size for planned in computed))
