@@ -604,7 +604,7 @@ class Engine:
         emit: Emit,
     ) -> Emit:
         """Return a function that counts the events of pictures and passes them on."""
-        started = previous = self._clock()
+        started = previous = drawn = self._clock()
         # The index of the last step
         last = 0
         # When the last step of a picture ended
@@ -619,7 +619,7 @@ class Engine:
         limit(measured)
 
         def on_event(event: Event) -> None:
-            nonlocal previous, last
+            nonlocal previous, last, drawn
             timestamp = self._clock()
             if isinstance(event, StartedEvent):
                 model.loras = parameters.adapters.loras
@@ -635,7 +635,9 @@ class Engine:
                 request.count_step(event, timestamp - started, parameters.output.n)
                 limit(max(measured, request.seconds))
             elif isinstance(event, ImageEvent):
-                record("decode", timestamp - finished.pop(event.picture, previous))
+                # Several are decoded one after another
+                record("decode", timestamp - max(drawn, finished.pop(event.picture, previous)))
+                drawn = timestamp
                 request.has_output = True
                 self.metrics.batches.observe(event.facts.get("batch", 1))
                 event = replace(event, digest=digest)

@@ -71,10 +71,14 @@ class _PinnedStore(LayeredStore):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _OpenPictures:
-    """The pictures of a request that are being made; ``send`` encodes and sends one."""
+    """The pictures of a request that are being made; ``send`` encodes and sends one.
+
+    adapters: those that change weights.
+    """
 
     events: Generator[Any, None, None]
     send: Callable[[Any], None]
+    adapters: tuple[Any, ...] = ()
 
 
 class ModelProcess:
@@ -405,6 +409,7 @@ class ModelProcess:
         metadata = describe_picture(Reference.parse(name), model, request, marking)
         # Raises here, not on the first iteration, if the request cannot be served
         events = model.open(request)
+        adapters = self._model.pipeline.fixed_adapters
         self._send("started", request_id, warnings=metadata.get("warnings", []))
         send = partial(
             self._send_picture,
@@ -413,7 +418,13 @@ class ModelProcess:
             encoding=encoding,
             marking=marking,
         )
-        self._pictures[request_id] = _OpenPictures(events, send)
+        self._open_pictures(request_id, _OpenPictures(events, send, adapters))
+
+    def _open_pictures(self, request_id: int, opened: _OpenPictures) -> None:
+        """Take turns with other pictures from now on; those with other weights end before."""
+        while any(each.adapters != opened.adapters for each in self._pictures.values()):
+            self._take_step()
+        self._pictures[request_id] = opened
 
     def _take_step(self) -> None:
         """Let all open pictures go on to their next forward passes, and compute these at once."""

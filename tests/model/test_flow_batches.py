@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
@@ -14,6 +15,7 @@ import pytest
 
 from clowder_aimage.adapter.adapter import Adapter, DenseChange, LowRank
 from clowder_aimage.adapter.loaded_adapter import LoadedAdapter
+from clowder_aimage.engine import process
 from clowder_aimage.errors import ModelError, NoMemoryError
 from clowder_aimage.generation.request import GenerateRequest
 from clowder_aimage.model.batch_table import BatchTable
@@ -189,6 +191,24 @@ def test_adapters_that_change_weights_are_computed_apart(alone: Any, together: A
     made = turns.finish()
     assert [images[0].batch for images in made] == [2, 2, 2, 2]
     compare(alone, made, requests)
+
+
+def test_pictures_in_turns_have_the_same_weights(
+    together: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that change other ones, or none, wait until the others have ended."""
+    few, values = adapter(together, "attention.to_v", rank=2, seed=1), set_values(together)
+    together.networks.transformer.get()
+    served, orders = process.ModelProcess(io.BytesIO(), io.BytesIO()), list[int]()
+    monkeypatch.setattr(served, "_take_step", lambda: orders.append(served._pictures.popitem()[0]))
+    for number, uses in enumerate(
+        ([], [(few, 1.0)], [(values, 1.0)], [(values, 1.0)], [(values, 0.5)], [(few, 1.0)])
+    ):
+        together.use_adapters(uses)
+        opened = process._OpenPictures(iter(()), print, together.fixed_adapters)  # type: ignore[arg-type]
+        served._open_pictures(number, opened)
+    assert orders == [1, 0, 3, 2, 4] and [*served._pictures] == [5]
+    together.use_adapters(())
 
 
 def test_a_request_joins_and_leaves_between_two_steps(alone: Any, together: Any) -> None:

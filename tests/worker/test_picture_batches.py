@@ -188,6 +188,8 @@ def test_the_estimated_wait_counts_those_that_will_be_computed_at_once(
 def test_a_step_of_pictures_that_are_computed_at_once_is_counted_once(
     store: LayeredStore, runner: type[BatchRunner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    now, decoded = [0.0], list[float]()
+
     async def generate(*arguments: Any) -> None:
         on_event = arguments[-1]
         on_event(StartedEvent())
@@ -195,15 +197,22 @@ def test_a_step_of_pictures_that_are_computed_at_once_is_counted_once(
             for picture in range(4):
                 on_event(Step(index, 3, picture))
         for picture in range(4):
+            now[0] += 1
             on_event(ImageEvent(b"", 1, picture, 32, 32))
 
+    def record(name: str, seconds: float) -> None:
+        if name == "decode":
+            decoded.append(seconds)
+
+    monkeypatch.setattr("clowder_aimage.engine.engine.record", record)
     monkeypatch.setattr(runner, "generate", generate)
 
     async def play(engine: Any) -> float | None:
         await served(engine, job(steps=3, parameters={"n": 4, **SMALL["parameters"]}))
         return sample(engine, "aimage_generation_step_seconds_count")
 
-    assert played(store, play) == 3
+    assert played(store, play, clock=lambda: now[0]) == 3
+    assert decoded == [1.0] * 4
 
 
 def test_a_lack_of_memory_ends_the_process_only_if_it_serves_no_others(

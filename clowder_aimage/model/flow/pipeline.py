@@ -93,6 +93,17 @@ class FlowPipeline:
             if module.adaptation is not None:
                 module.adaptation.use(uses)
 
+    @property
+    def fixed_adapters(self) -> tuple[Use, ...]:
+        """Return the adapters in use, if they change weights; an empty tuple otherwise.
+
+        In turns with pictures that have others, weights would be changed at every step.
+        """
+        adapters, transformer = self.state.adapters, self.networks.transformer
+        adaptation = transformer.adaptation
+        can_mix = transformer.is_loaded and adaptation is not None and adaptation.can_mix(adapters)
+        return () if can_mix or adaptation is None else adapters
+
     def use_control(self, stored: StoredControlNet) -> None:
         """Use a control network for requests that name one, from now on.
 
