@@ -173,7 +173,7 @@ def service_of(role: SleepingRole, slots: int) -> Any:
 def know_models(joined: JoinedWorker) -> None:
     """Let a worker have all models of this benchmark in its store."""
     view = joined._view
-    view.models, view._fingerprint = MODELS, view.store.compute_fingerprint()
+    view.models, view._fingerprint = MODELS, (view.store.compute_fingerprint(), None)
     view.needs = dict.fromkeys(MODELS.values(), 1)
     view.kinds = {one: "text" if name == TEXT else "image" for name, one in MODELS.items()}
 

@@ -121,7 +121,8 @@ class Model(Session):
                 for event in events:
                     check_cancelled(is_cancelled)
                     if isinstance(event, Image):
-                        stated = facts | {"seed": event.seed, "batch": event.batch}
+                        made = {"forward": event.forward, "seed": event.seed, "batch": event.batch}
+                        stated = facts | made
                         pictures.append(Picture(event.pixels, event.seed, stated, marking.mark))
                     elif isinstance(event, Step):
                         # With an image there are fewer steps.

@@ -15,7 +15,14 @@ from pathlib import Path
 from clowder_aimage.errors import FormatError, StoreError, UsageError
 from clowder_aimage.layout.description import ATTACHED
 from clowder_aimage.layout.layout import ImageLayout
-from clowder_aimage.layout.lock import PRIVATE, check_own, hold_lock, make_directory, open_regular
+from clowder_aimage.layout.lock import (
+    PRIVATE,
+    check_own,
+    hold_lock,
+    make_directory,
+    open_regular,
+    translate_store_errors,
+)
 from clowder_aimage.layout.metadata import write_shared
 from clowder_aimage.oci import Descriptor, Digest, read_json
 
@@ -32,7 +39,7 @@ def attach(store: ImageLayout, subject: Digest, artifact: Descriptor) -> None:
 
     Raises UsageError: it has as many as it may have; StoreError, NoSpaceError.
     """
-    with hold_lock(store.root, _LOCK):
+    with hold_lock(store.root, _LOCK), translate_store_errors(store.root):
         attached = list_attachments([store.root], subject)
         if any(entry.digest == artifact.digest for entry in attached):
             return

@@ -92,6 +92,7 @@ METRICS = (
     Metric("aimage_generation_cancelled_total", "counter", on_node=False),
     Metric("aimage_generation_duration_seconds", "histogram", ("model", "outcome"), on_node=False),
     Metric("aimage_generation_step_seconds", "histogram", on_node=False),
+    Metric("aimage_generation_batch_passes", "histogram", on_node=False),
     Metric("aimage_text_tokens_total", "counter", ("model", "kind"), on_node=False),
     Metric("aimage_text_first_token_seconds", "histogram", on_node=False),
     Metric("aimage_text_tokens_per_second", "histogram", on_node=False),

@@ -34,7 +34,7 @@ _SERVER = re.compile(
 _FUNCTION = """\
 aimage() {{
   case " $* " in
-    " ps "* | " stop "* | *" --remote "*)
+    " ps "* | " stop "* | " sleep "* | " wake "* | *" --remote "*)
       AIMAGE_HOST=${{AIMAGE_HOST:-127.0.0.1{worker}}} command aimage "$@" ;;
     " node status "*)
       AIMAGE_HOST=${{AIMAGE_HOST:-127.0.0.1{node}}} command aimage "$@" ;;

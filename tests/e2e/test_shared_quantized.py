@@ -40,7 +40,8 @@ def test_shared_tensors_are_stored_and_sent_once(
     assert changed
     assert all(name.startswith("transformer/") for name in changed)
     files = list((here.store / "blobs" / "sha256").iterdir())
-    assert len(files) == len({*plain.values(), *small.values()}) + 4  # and configs and manifests
+    # And configs and manifests, and the statement of the derivation: its config, text and manifest
+    assert len(files) == len({*plain.values(), *small.values()}) + 4 + 3
     mark = registry.mark()
     here("push", f"{repository}:plain")
     assert registry.count(mark, repository)["PUT blob"] == len(set(plain.values())) + 1
@@ -48,7 +49,7 @@ def test_shared_tensors_are_stored_and_sent_once(
     here("push", f"{repository}:small")
     new = {*small.values()} - {*plain.values()}
     sent = registry.count(mark, repository)
-    assert sent["PUT blob"] == len(new) + 1  # and the config
+    assert sent["PUT blob"] == len(new) + 1 + 2  # and the config, and the statement
     assert sent["PATCH blob"] == 0
     there = aimage("there")
     there("pull", f"{repository}:plain")

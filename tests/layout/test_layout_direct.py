@@ -302,7 +302,7 @@ def test_several_writes_of_a_file_are_made_at_the_same_time(
 def test_a_read_error_after_a_direct_write_is_that_of_the_write(
     is_disk_faster: bool, store: ImageLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever is last, the disk or the hash, hashes the bytes that came earlier from the file."""
+    """The last one, disk or hash, hashes the bytes that came earlier from the file."""
     expected = Descriptor.of("application/octet-stream", os.urandom(2 * MIB))
     written, hashed = threading.Event(), threading.Event()
 

@@ -40,6 +40,7 @@ class Model:
         self._on_step = on_step
         self.stored = SimpleNamespace(descriptor=SimpleNamespace(digest="sha256:0"))
         self.batches = BatchTable()
+        self.pipeline = SimpleNamespace(fixed_adapters=())
 
     def plan_marking(self, *_: Any, **__: Any) -> None:
         """Return no marking."""

@@ -121,7 +121,10 @@ class PromptEnhancer:
         for self.picture in range(count):
             async with contextlib.aclosing(generate(is_admitted=self.picture > 0)) as coming:
                 async for event in coming:
-                    if isinstance(event, Step | PreviewEvent | ImageEvent):
+                    if isinstance(event, Step):
+                        # The steps of the pictures before it count, too
+                        event = Step(event.index, event.total, self.picture)
+                    elif isinstance(event, PreviewEvent | ImageEvent):
                         event = replace(event, picture=self.picture)
                     yield event
 
