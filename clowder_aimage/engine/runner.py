@@ -86,8 +86,8 @@ class Runner:
         self._opening: int | None = None
         # At most one request was open when the process ended
         self._is_alone = True
-        # It was killed because it did not end this request, which was cancelled
-        self._hung: int | None = None
+        # It was killed because it did not end a cancelled request
+        self._is_hung = False
         self._numbers = itertools.count(1)
         self._texts = RequestTexts()
         self._logging = asyncio.create_task(log_lines(process, self._texts.occur_in))
@@ -389,7 +389,7 @@ class Runner:
                     while (await self.receive(number))[0]["is"] not in ("done", "error"):
                         pass
             except TimeoutError:
-                self._hung = number if self.is_alive else self._hung
+                self._is_hung = self.is_alive
                 await self.end(0.0)
         self._forget(number)
 
@@ -414,10 +414,10 @@ class Runner:
             return GUILTY if number == self._opening else INNOCENT
         if number not in self._opened:
             return INNOCENT
-        return GUILTY if number == self._hung or self._is_alone else SUSPECT
+        return GUILTY if self._is_hung or self._is_alone else SUSPECT
 
     def _describe_exit(self) -> str:
-        if self._hung is not None:
+        if self._is_hung:
             return (
                 "the model process did not end a cancelled request within "
                 f"{self._cancel_timeout:g} seconds, and was killed"

@@ -15,7 +15,6 @@ from clowder_aimage.engine import scheduler
 from clowder_aimage.engine.admission import GUILTY, INNOCENT, SUSPECT, DiedError
 from clowder_aimage.engine.event import Event, ImageEvent, StartedEvent
 from clowder_aimage.engine.queued_request import BatchKey
-from clowder_aimage.engine.runner import Runner
 from clowder_aimage.errors import AImageError, NoMemoryError
 from clowder_aimage.generation.request import GenerateRequest
 from clowder_aimage.layout.layered_store import LayeredStore
@@ -262,12 +261,6 @@ def test_a_request_of_a_process_that_died_is_served_again_alone(
     else:
         assert isinstance(played(store, play)[-1], ImageEvent)
         assert runner.begun == [1, 1]
-
-
-def test_only_the_request_that_hangs_is_guilty() -> None:
-    runner = Runner.__new__(Runner)
-    runner._opening, runner._opened, runner._hung, runner._is_alone = None, {1, 2}, 1, False
-    assert [runner._judge(number) for number in (1, 2, 3)] == [GUILTY, SUSPECT, INNOCENT]
 
 
 def test_the_key_of_a_batch_is_that_of_the_parameters() -> None:
