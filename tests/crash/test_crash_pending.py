@@ -166,6 +166,18 @@ for _ in range(count):
 """
 
 
+def kill_after(child: subprocess.Popen[str], count: int) -> tuple[list[str], str]:
+    """Kill a child once it has written some lines; return all its lines, and its errors."""
+    assert child.stdout is not None and child.stderr is not None
+    lines = [child.stdout.readline() for _ in range(count)]
+    child.kill()
+    # ``communicate`` would lose the lines that were read ahead
+    lines += child.stdout.readlines()
+    said = child.stderr.read()
+    child.wait(120)
+    return lines, said
+
+
 def live(root: Path, who: str, seed: int, kills: int, count: int) -> dict[str, set[str | None]]:
     """Run a writer several times, most times until it is killed; return what its names may be."""
     draw, states = random.Random(seed), dict[str, set[str | None]]()
@@ -179,14 +191,12 @@ def live(root: Path, who: str, seed: int, kills: int, count: int) -> dict[str, s
             env=os.environ | {"PYTHONPATH": str(ROOT)},
         )
         if number < kills:
-            assert child.stdout is not None
-            lines = [child.stdout.readline() for _ in range(draw.randrange(1, count))]
-            child.kill()
+            lines, said = kill_after(child, draw.randrange(1, count))
         else:
-            lines = []
-        rest, said = child.communicate(timeout=120)
+            text, said = child.communicate(timeout=120)
+            lines = text.splitlines(keepends=True)
         assert child.returncode in ((0, KILLED) if number < kills else (0,)), said
-        for line in [*lines, *rest.splitlines(keepends=True)]:
+        for line in lines:
             if line.endswith("\n"):
                 name, digest, is_done = json.loads(line)
                 earlier = states.get(name, {None})
@@ -231,6 +241,18 @@ def stress(places: Places, kills: int, count: int) -> None:
     layout.tag(layout.resolve(Reference.parse("keep:v1")), Reference.parse("last:v1"))
     layout.write_index()
     assert read_written(place.store) == names(place.store)
+
+
+def test_all_lines_of_a_killed_process_are_read() -> None:
+    program = "import time; print('a\\nb\\nc', flush=True); time.sleep(60)"
+    child = spawn(
+        [sys.executable, "-c", program],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert kill_after(child, 1) == (["a\n", "b\n", "c\n"], "")
+    assert child.returncode == KILLED
 
 
 @pytest.mark.integration
