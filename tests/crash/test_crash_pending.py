@@ -244,7 +244,7 @@ def stress(places: Places, kills: int, count: int) -> None:
 
 
 def test_all_lines_of_a_killed_process_are_read() -> None:
-    program = "import time; print('a\\nb\\nc', flush=True); time.sleep(60)"
+    program = "import time; print('a\\nb\\nc\\n', end='', flush=True); time.sleep(60)"
     child = spawn(
         [sys.executable, "-c", program],
         stdout=subprocess.PIPE,
